@@ -16,8 +16,8 @@ class CacheOwner:
     Attributes:
         attention: the layer's attention module, or None if the layer's cache is never compressed.
         family: description of the attention class.
-        borrowers: attention modules of later layers, or of later passes of a looped model, that read this layer's
-            entries.
+        borrowers: attention modules that read this layer's entries. They belong to later layers or,
+            in a looped model, to later passes.
     """
 
     attention: Any
@@ -53,7 +53,7 @@ def cache_owners(model) -> list[CacheOwner]:
 
 
 def _owners_in_families(model, families: Iterable[AttentionFamily]) -> list[CacheOwner]:
-    """Return the attention layers that have their own cache, or an empty list if none belongs to the families."""
+    """Return the attention layers of the given families that have their own cache, in order."""
     owners: list[CacheOwner] = []
     for layer in model.layers:
         for family in families:
@@ -73,7 +73,7 @@ def _lender(owners: list[CacheOwner], family: AttentionFamily, borrower: Any) ->
 
 
 def _why_refused(owners: list[CacheOwner]) -> str | None:
-    """Return the reason why a model can't be compressed, or None if it can."""
+    """Return why a model can't be compressed, or None if it can."""
     attentions_by_family: dict[AttentionFamily, list[Any]] = {}
     for owner in owners:
         attentions = attentions_by_family.setdefault(owner.family, [])
@@ -86,7 +86,7 @@ def _why_refused(owners: list[CacheOwner]) -> str | None:
 
 
 def _why_layers_are_unknown(model) -> str:
-    """Return the reason why a model of a supported type has no known attention modules."""
+    """Explain why no attention modules were found in a model of a supported type."""
     # The model may wrap layers of an unsupported type.
     inner_types = {type_of(module) for module in model.layers[0].modules()}
     reasons = [REFUSED[name] for name in inner_types if name in REFUSED]

@@ -1,7 +1,8 @@
 """Query capture: track each thread's current attention call and record its queries.
 
-A call to an attention module with a recording cache is its thread's current call until it returns. The wrappers in
-this file behave like the functions that they wrap, and also pass the queries to the current call.
+When an attention module is called with a recording cache, the call becomes the thread's current
+call until it returns. The wrappers in this file behave like the functions that they wrap, and also
+pass the queries to the current call.
 
 Multi-head latent attention (MLA) stores one latent per token, shared by all heads, and one positional key. The logit of
 a query head is `embed_q(q_nope) . latent + q_pe . k_pe`, so policies see `[latent, k_pe]` as the key and
@@ -47,8 +48,8 @@ class Call:
     def record(self, queries: mx.array, scale: float, sinks: Any, absorbed: bool) -> None:
         """Record the queries that the module passed to the attention function.
 
-        If later layers still have to read the same entries, register the recorder as a lender. For `absorbed`, see
-        `_with_positional_part`.
+        The recorder is registered as a lender while later layers still have to read its entries.
+        For `absorbed`, see `_with_positional_part`.
         """
         captured = CapturedQueries(queries, scale, sinks, from_borrower=self.borrowed)
         if self.family.latent:
@@ -75,8 +76,8 @@ class Call:
 
         Args:
             captured: queries that the module passed to the attention function.
-            absorbed: whether the module has applied `embed_q` to the queries. If not, the result's `to_key_space`
-                applies it.
+            absorbed: whether the module has applied `embed_q` to the queries. If not,
+                `to_key_space` of the returned queries applies `embed_q`.
         """
         q_pe = self._positional_queries()
         nope_size = self.attention.qk_nope_head_dim
@@ -99,7 +100,7 @@ class _Thread(threading.local):
 
     Attributes:
         call: the current call, if any.
-        lenders: recording caches whose newest entries later layers have yet to read.
+        lenders: recording caches whose newest entries have yet to be read by later layers.
     """
 
     def __init__(self):
@@ -142,7 +143,7 @@ def lender_to(attention: Any) -> Any:
 
 
 def record(queries: mx.array, scale: float, sinks: Any, absorbed: bool = False) -> None:
-    """Record queries if a call is being captured."""
+    """Record queries if the thread has a current call."""
     if _thread.call is not None:
         _thread.call.record(queries, scale, sinks, absorbed)
 
@@ -159,7 +160,10 @@ class _OverridingProxy:
 
 
 def mlx_with_recording_attention(mlx: Any) -> Any:
-    """Return a proxy for `mlx.core` whose attention function records queries, for modules that call it directly."""
+    """Return a proxy for `mlx.core` whose attention function records queries.
+
+    It is for modules that call MLX's attention function directly.
+    """
 
     def attend(queries, keys, values, **kwargs):
         record(queries, kwargs["scale"], kwargs.get("sinks"))
@@ -182,7 +186,10 @@ def mlx_with_captured_splits(mlx: Any) -> Any:
 
 
 def capture_rope_results(rope_call):
-    """Wrap a RoPE class's `__call__` to pass its result to the current call if that call's module owns the RoPE."""
+    """Wrap a RoPE class's `__call__` to pass the result to the current call.
+
+    The result is only passed on if the RoPE object belongs to the module that is being called.
+    """
 
     @functools.wraps(rope_call)
     def __call__(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Look up sizes that mlx-lm's models store under different names: query heads, experts, vocabulary, hidden size."""
+"""Look up model sizes whose names differ between mlx-lm's models, such as the number of heads."""
 
 import sys
 from typing import Any
@@ -35,7 +35,10 @@ def embedding_modules(model: Any) -> list[nn.Module]:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return the number of token embeddings, or `sys.maxsize` if unknown. A tokenizer may have more tokens."""
+    """Return the number of token embeddings, or `sys.maxsize` if unknown.
+
+    The tokenizer may know more tokens than that.
+    """
     row_counts = [embedding.weight.shape[0] for embedding in embedding_modules(model)]
     return max(row_counts, default=sys.maxsize)
 

@@ -1,7 +1,7 @@
 """Run one model on several Macs: detect how it is split, and share values from rank 0.
 
-mlx-lm splits the model and MLX exchanges the shards' results, so all ranks see the same logits. Each rank compresses
-the entries of its own heads or layers.
+mlx-lm splits the model into shards, one per rank, and MLX exchanges their results. All ranks
+therefore see the same logits. Each rank compresses the entries of its own heads or layers.
 """
 
 import functools
@@ -46,13 +46,13 @@ def world() -> Any:
 
 
 def n_ranks() -> int:
-    """Return the number of processes, or 1 without a group."""
+    """Return the number of processes, or 1 if this process runs alone."""
     group = world()
     return 1 if group is None else group.size()
 
 
 def rank() -> int:
-    """Return this process's rank, starting at 0."""
+    """Return this process's rank, which is 0 if the process runs alone."""
     group = world()
     return 0 if group is None else group.rank()
 
@@ -69,7 +69,7 @@ def from_first_rank(work: Callable[[], T]) -> T:
         try:
             result_and_error = work(), None
         except SnapKVError as error:
-            _broadcast((None, str(error)))  # so that the other ranks raise it too
+            _broadcast((None, str(error)))  # the other ranks must raise the error, too
             raise
     result, error_message = _broadcast(result_and_error)
     if error_message is not None:
@@ -79,7 +79,7 @@ def from_first_rank(work: Callable[[], T]) -> T:
 
 def _broadcast(value: Any) -> Any:
     """Send rank 0's `value` to all ranks, by summing its bytes with zeros from the other ranks."""
-    # mlx-lm computes ahead in its own stream, and its sums could be mixed up with ours.
+    # mlx-lm computes ahead in its own stream. Sums in both streams at once could be mixed up.
     mx.synchronize(generation_stream)
     is_rank_0 = rank() == 0
     pickled = np.frombuffer(pickle.dumps(value) if is_rank_0 else b"", np.uint8)

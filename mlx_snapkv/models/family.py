@@ -15,27 +15,37 @@ class AttentionFamily:
     Attributes:
         module: name of the file in `mlx_lm.models` that defines the class.
         class_name: name of the class.
-        scale: attribute with the logit scale. None means `head_dim ** -0.5`.
-        sinks: attribute with the attention sinks' logits `(n_heads,)`. They take part in the softmax.
+        scale: name of the attribute with the logit scale. None means `head_dim ** -0.5`.
+        sinks: name of the attribute with the attention sinks' logits, `(n_heads,)`, which take part
+            in the softmax. None means no sinks.
         tiled: whether query head j reads KV head j % n_kv_heads instead of j // (n_heads // n_kv_heads).
-        rope: attribute with the RoPE object, or a function that returns it for an attention module. The object is
-            called as `rope(x, offset)`. None means that the class has no RoPE.
-        rope_switch: attribute that is true if the layer applies RoPE. None means that all layers do.
-        rotary_tail: attribute with the number of trailing head dimensions that RoPE rotates. None means all.
+        rope: name of the attribute with the RoPE object, or a function that returns the RoPE object
+            of an attention module. The object is called as `rope(x, offset)`. None means no RoPE.
+        rope_switch: name of the attribute that is true if the layer applies RoPE. None means that
+            all layers apply RoPE.
+        rotary_tail: name of the attribute with the number of trailing head dimensions that RoPE
+            rotates. None means that RoPE rotates all of them.
         note: remark for the list of models.
-        why_refused: returns the reason why attention modules can't be compressed, or None if they can.
-        why_unquantizable: returns the reason why attention modules can't read quantised entries, or None if they can.
+        why_refused: returns why the given attention modules can't be compressed, or None if they
+            can.
+        why_unquantizable: returns why the given attention modules can't read quantised entries, or
+            None if they can.
         is_idle: returns True for a decoder layer whose cache is never compressed.
         latent: whether the module caches latents and positional keys (MLA); see `capture`.
-        query_factor: index of the call argument that multiplies the queries after RoPE.
-        logit_cap: attribute with the soft cap for the logits.
-        attention_function: name of mlx-lm's attention function if the module calls it, "mx.fast" if it calls MLX's, or
-            "" if it computes attention inline, with its first RoPE result as the queries.
-        extra_capture: "rope" or "split" to also record the call's first RoPE or split result.
+        query_factor: index of the call argument that multiplies the queries after RoPE. None means
+            that there is no such argument.
+        logit_cap: name of the attribute with the soft cap for the logits. None means no cap.
+        attention_function: name of mlx-lm's attention function if the module calls that function,
+            or "mx.fast" if the module calls MLX's. "" means that the module computes attention
+            itself, and that its first RoPE result is the queries.
+        extra_capture: "rope" or "split" if the first result of the module's RoPE or of `split` must
+            be recorded, too.
         method: name of the method that is called with a cache.
         is_borrower: returns True for an attention module that reads an earlier layer's entries.
-        lender_key: returns a key. A borrower's lender is the last earlier layer with the same key.
-        extra_passes: number of additional passes of a looped model in which the module reads the same entries.
+        lender_key: returns a key for an attention module. A borrower reads the entries of the last
+            earlier layer with the same key.
+        extra_passes: number of additional passes of a looped model in which the module reads the
+            same entries again.
     """
 
     module: str
@@ -62,7 +72,7 @@ class AttentionFamily:
 
     @property
     def no_sparse(self) -> str | None:
-        """Return the reason why sparse attention does not support this class, or None if it does.
+        """Return why sparse attention does not support this class, or None if it does.
 
         With sparse attention, the cache computes the module's attention; see `models/patch.py`.
         """
@@ -100,7 +110,10 @@ class AttentionFamily:
         return getattr(attention, self.sinks) if self.sinks else None
 
     def rope_of(self, attention) -> Any | None:
-        """Return an attention module's RoPE, a callable `rope(x, offset)`, or None if it does not apply RoPE."""
+        """Return an attention module's RoPE, a callable `rope(x, offset)`.
+
+        Return None if the module does not apply RoPE.
+        """
         is_off = self.rope_switch is not None and not getattr(attention, self.rope_switch)
         if self.rope is None or is_off:
             return None

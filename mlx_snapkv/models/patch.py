@@ -1,12 +1,13 @@
 """Patch attention classes so that their caches receive the queries.
 
-The patches hook into the call to mlx-lm's `scaled_dot_product_attention`, so no forward code is copied. While a class
-is patched, that function does two more things:
+The patches hook into the call to mlx-lm's `scaled_dot_product_attention`, so no forward code is
+copied. While a class is patched, that function does two more things:
 
-- If the module was called with a `Recorder` (entries/queries.py), it passes the queries to the cache, bit for bit as
-  attention uses them. For modules that pass only part of the queries, the result of their RoPE or first split is
-  recorded too. A layer that borrows entries is recognised by its cache or its module.
-- If the cache has an `attend` method, it calls this method to compute the attention (sparse/attending.py,
+- If the module was called with a `Recorder` (entries/queries.py), the recorder receives the
+  queries, bit for bit as attention uses them. If the module passes only part of the queries, the
+  result of its RoPE or first split is recorded, too. A module that borrows entries may be called
+  without a cache. Its queries go to the recorder that lists the module as a borrower.
+- If the cache has an `attend` method, that method computes the attention (sparse/attending.py,
   batch/caches.py).
 
 With any other cache, a patched class behaves like the original.
@@ -48,7 +49,10 @@ def _record_and_attend(attention):
 
 @functools.cache
 def family_of(cls: type) -> AttentionFamily:
-    """Return the family of an attention class or of its nearest known base class, or else a default family."""
+    """Return the family of an attention class or of its nearest known base class.
+
+    If no class is known, return a default family.
+    """
     for base_class in cls.__mro__:
         module_name = base_class.__module__.removeprefix("mlx_lm.models.")
         if module_name in FAMILIES:
@@ -71,7 +75,7 @@ def _call_and_record(call):
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
         passed_recorder = _recorder_among((*args, *kwargs.values()))
-        # A borrowing layer may receive the entries as arrays, without a cache.
+        # A borrower may receive the entries as arrays, without a cache.
         recorder = capture.lender_to(self) if passed_recorder is None else passed_recorder
         if recorder is None:
             return call(self, *args, **kwargs)
@@ -100,7 +104,7 @@ class _Replacement:
 
 # (owner, attribute name) -> replacement
 _replacements: dict[tuple[Any, str], _Replacement] = {}
-_lasting_patches: dict[type, contextlib.ExitStack] = {}  # class -> its patch_for_snapkv patch
+_lasting_patches: dict[type, contextlib.ExitStack] = {}  # class -> patch_for_snapkv's patch
 
 
 class _Target(NamedTuple):
@@ -156,7 +160,8 @@ def _wrapped(target: _Target) -> Iterator[None]:
             replacement.n_users -= 1
             if replacement.n_users == 0:
                 del _replacements[key]
-                # If other code has wrapped our wrapper in turn, leave both: ours does nothing without our caches.
+                # If other code has wrapped our wrapper, leave both in place. Ours does nothing
+                # without our caches.
                 is_outermost_wrapper = vars(owner)[name] is replacement.wrapper
                 if is_outermost_wrapper:
                     setattr(owner, name, replacement.original)
@@ -174,17 +179,18 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
 
 
 def _classes_to_patch(model) -> list[type]:
-    """Return a model's attention classes, or those of all supported families if `model` is None."""
+    """Return the attention classes of a model, or of all supported families if `model` is None."""
     if model is None:
         return [family.attention_class() for family in FAMILIES.values()]
     return attention_classes(model)
 
 
 def patch_for_snapkv(model=None) -> None:
-    """Patch a model's attention classes, or those of all supported families, for use with recording caches.
+    """Patch a model's attention classes so that they can be used with recording caches.
 
-    `generate_step` and `prefill` patch the classes themselves, so this function is only needed to use recording caches
-    without them. A second call has no effect. With any other cache, a patched class behaves like the original.
+    Call this only if you call the model yourself: `generate_step` and `prefill` patch the classes
+    for you. If `model` is None, the classes of all supported families are patched. A second call
+    has no effect. With any other cache, a patched class behaves like the original.
     """
     with _lock:
         for cls in _classes_to_patch(model):

@@ -1,8 +1,9 @@
 """Translate transformers 5's `rope_parameters` to the names that mlx-lm reads.
 
-Most model families in mlx-lm 0.32.2 read only `rope_theta` and `rope_scaling`. If both are missing, LLaMA and Qwen2
-silently fall back to a default base (10,000 and 1,000,000) and generate nonsense, and Qwen3-Next fails. Delete this
-file and its tests once mlx-lm reads `rope_parameters` for every family, as it already does for Qwen3.
+Most model families in mlx-lm 0.32.2 read only `rope_theta` and `rope_scaling`. If both are missing,
+LLaMA silently falls back to a base of 10,000 and Qwen2 to 1,000,000, and both generate nonsense.
+Qwen3-Next fails. Delete this file and its tests once mlx-lm reads `rope_parameters` for every
+family, as it already does for Qwen3.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def unread_parameters(config: Any) -> UnreadParameters:
     """Return the RoPE parameters that mlx-lm needs under other names. Most configurations have none.
 
     Raises: SnapKVError: `rope_parameters` is not an object, or it has values that mlx-lm's implementation of the model
-        can't represent. Loaded anyway, the model would generate nonsense.
+        can't represent. If such a model were loaded anyway, it would generate nonsense.
     """
     # A model_file brings its own code, which may read rope_parameters.
     if not isinstance(config, Mapping) or "model_file" in config:
@@ -118,7 +119,11 @@ def _text_args_class(family: str, model_class: type, text_config: Any) -> Any:
 
 
 def _needs_other_names(family: str, field_names: Collection[str]) -> bool:
-    """Return whether a family may have RoPE, but reads neither `rope_parameters` nor a `rope_theta` kept elsewhere."""
+    """Return whether a family needs the RoPE parameters under other names.
+
+    A family does not need them if it has no RoPE, reads `rope_parameters`, or reads `rope_theta`
+    from another part of the configuration.
+    """
     attention_families = SUPPORTED.get(family, ())
     may_have_rope = not attention_families or any(
         attention_family.rope is not None for attention_family in attention_families
@@ -130,9 +135,9 @@ def _needs_other_names(family: str, field_names: Collection[str]) -> bool:
 def _renamed_rope_parameters(
     family: str, config: Mapping[str, Any], field_names: Collection[str]
 ) -> dict[str, Any]:
-    """Return the entries to add to `config` so that mlx-lm finds the values of its `rope_parameters`.
+    """Return the values of `rope_parameters` under mlx-lm's names, as entries to add to `config`.
 
-    The names of the entries are among `field_names`, the keys that mlx-lm reads.
+    All names are among `field_names`, the keys that mlx-lm reads.
 
     Raises: SnapKVError: `rope_parameters` is not an object, or it has values that mlx-lm's implementation can't
         represent.
@@ -159,7 +164,8 @@ def _renamed_rope_parameters(
 def _is_needed(name: str, value: Any, family: str, field_names: Collection[str]) -> bool:
     """Return whether a family without a field for the parameter `name` would compute RoPE incorrectly."""
     if name == PARTIAL_FACTOR:
-        # A family with a rotary tail reads its size. Others hard-code the fraction, mostly as 1.
+        # A family with a rotary tail reads the tail's size from its configuration. The others have
+        # a hard-coded fraction, mostly 1.
         return ROTARY_TAIL not in field_names and value != HARD_CODED_FACTORS.get(family, 1)
     return name == "rope_theta"
 
@@ -183,7 +189,7 @@ def _rope_scaling(
         return {}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type == "default":
-        # The field may have no default, in which case mlx-lm requires a value.
+        # If the field has no default, mlx-lm requires a value.
         needs_a_value = "rope_scaling" in field_names and "rope_scaling" not in config
         return {"rope_scaling": None} if needs_a_value else {}
     if "rope_scaling" not in field_names:
@@ -241,7 +247,7 @@ def _without_layer_types(
 
 
 def _refusal_error(family: str, lack: str) -> SnapKVError:
-    """Build the error for a family. `lack` is phrased to follow "has", e.g. "no rope_theta"."""
+    """Build the error for a family. `lack` completes the phrase "has ...", e.g. "no rope_theta"."""
     return SnapKVError(
         f"its config.json has {ROPE_PARAMETERS}, as transformers 5 writes it, but mlx-lm's {family!r} does not "
         f"read that and has {lack}: its answers would be wrong"

@@ -1,8 +1,8 @@
 """The mlx-lm 0.32 model types that can be compressed, and why the others can't.
 
-This is an allow-list, keyed by the model's file name in mlx-lm. Whether a type is safe depends on its whole
-forward pass, which builds the masks and determines positions. So every type on the list has been reviewed, and the
-conformance test runs it.
+This is an allow-list, keyed by the model's file name in mlx-lm. Whether a type can be compressed
+safely depends on its whole forward pass, which builds masks and determines positions. That is why
+every type on the list has been reviewed and is run by the conformance test.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def _always(reason: str) -> Callable[[list], str]:
 
 
 def _uses_sliding_window(layer) -> bool:
-    """Return whether a layer uses a sliding window. Its cache may still be a plain one."""
+    """Return whether a layer uses a sliding window. Some such layers have a full cache."""
     return getattr(layer, "use_sliding", False)
 
 
@@ -248,7 +248,11 @@ REFUSED: dict[str, str] = {
 
 
 def supported_types() -> list[tuple[str, str, str]]:
-    """List the supported types: each type's name, the other `model_type`s that mlx-lm maps to it, and a note."""
+    """List the supported types.
+
+    Returns: `(name, aliases, note)` for each type. Aliases are other `model_type`s that mlx-lm maps
+        to the type.
+    """
     rows: list[tuple[str, str, str]] = []
     for name, families in SUPPORTED.items():
         notes = [family.note for family in families if family.note]
@@ -260,7 +264,10 @@ def supported_types() -> list[tuple[str, str, str]]:
 
 
 def refused_types() -> list[tuple[str, str, str]]:
-    """List the unsupported types: each type's name, the other `model_type`s that mlx-lm maps to it, and the reason."""
+    """List the types that are known to be unsupported.
+
+    Returns: `(name, aliases, reason)` for each type; see `supported_types`.
+    """
     return [(name, _aliases(name), reason) for name, reason in sorted(REFUSED.items())]
 
 

@@ -10,8 +10,9 @@ from ..errors import TrainedLengthWarning
 def trained_length(model) -> int | None:
     """Return the model's trained length in tokens: `max_position_embeddings`, possibly extended by RoPE scaling.
 
-    Return None if the family's arguments in mlx-lm don't include a length. A linear scaling factor is ignored because
-    some configurations include it in the length and others don't, and there is no way to tell them apart.
+    Return None if the model's arguments in mlx-lm don't include a length. A linear scaling factor
+    is ignored, because only some configurations have already multiplied the length by it, and there
+    is no way to tell which.
     """
     model_config = getattr(model, "args", None)
     text_config = _value_in(model_config, "text_config")
@@ -43,9 +44,9 @@ def warn_beyond_trained_length(model, n_tokens: int) -> None:
 
 
 def _rope_scalings(config: Any) -> list[Any]:
-    """Return a configuration's RoPE scalings, one per layer type if they differ.
+    """Return a configuration's RoPE scalings, one per layer type if the layer types have their own.
 
-    mlx-lm calls them `rope_scaling`, and transformers 5 `rope_parameters`.
+    The key is `rope_scaling` in mlx-lm's configurations, and `rope_parameters` in transformers 5.
     """
     scaling = _value_in(config, "rope_scaling") or _value_in(config, "rope_parameters")
     # `scaling` is one scaling, or a mapping from layer types to scalings.

@@ -1,4 +1,4 @@
-"""Chooses a setting for `policy="auto"` and for the `plan` command, and suggests policies to compare."""
+"""Chooses a setting for `policy="auto"` and for `plan`, and suggests policies to compare."""
 
 import math
 import re
@@ -24,7 +24,10 @@ QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
 def _evicting_within(budget: int) -> CompressionConfig:
-    """Return a config that evicts down to `budget` entries during prefill, and to about a third of that afterwards."""
+    """Return a config that evicts down to `budget` entries during prefill.
+
+    After prefill, it evicts once more, down to about a third of `budget`.
+    """
     return CompressionConfig(Compress(KeyDiff(budget=budget), SnapKV(top_k=budget // 4)))
 
 
@@ -34,7 +37,7 @@ SPARSE = CompressionConfig(Sparse())
 SPARSE_4BIT = CompressionConfig(Sparse(store="4bit"))
 SPARSE_IN_FILES = CompressionConfig(Sparse(store="file"))
 SMALL_BUDGET = _evicting_within(8192)
-# `SNAPKV` would evict less than half of the entries of a shorter prompt.
+# Minimum prompt length in tokens at which `SNAPKV` evicts at least half of the entries.
 MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]
 TYPICAL_PROMPT = 32_768  # prompt length in tokens to assume if the prompts are not known yet
 
@@ -47,10 +50,11 @@ CANDIDATES = {
     CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
-# Fraction of the usable memory that a long prompt may take with the full cache. Other programs need the rest.
+# A long prompt gets the full cache only if its peak memory, including the weights, is at most this
+# fraction of the usable memory. The rest is left to other programs.
 FULL_CACHE_SHARE = 0.75
-# Sparse attention is preferred to the full cache only if it takes less than this fraction of the full cache's time for
-# the prompt and `MAX_TOKENS` answer tokens.
+# Sparse attention is preferred to the full cache only if reading the prompt and generating
+# `MAX_TOKENS` answer tokens takes less than this fraction of the full cache's time.
 MAX_TIME_RATIO = 0.95
 
 
@@ -62,11 +66,11 @@ class AutoRequest:
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
         may_be_sparse: whether "auto" may choose sparse attention.
-        required_sparse: the sparse-attention setting that the user requires, or None. If it is set, `may_be_sparse` has
-            no effect.
+        required_sparse: the sparse-attention setting that the user requires, or None. If it is set,
+            `may_be_sparse` has no effect.
         kv_bits: bits per value of the kept entries; see `generate_step`.
         kv_memory: KV memory limit in bytes. None for no limit.
-        speed: this machine's speed record for sparse attention in memory.
+        speed: this machine's speed record for sparse attention with store="memory".
     """
 
     n_prompt: int | None
@@ -78,7 +82,10 @@ class AutoRequest:
     speed: Speed = field(default_factory=Speed)
 
     def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
-        """Return the candidates for a prompt, best first. If sparse attention is required, that is the only one."""
+        """Return the candidates for a prompt, best first.
+
+        If the user requires a sparse-attention setting, this setting is the only candidate.
+        """
         if self.required_sparse is not None:
             return (CompressionConfig(self.required_sparse),)
         configs = CANDIDATES[self.task]
@@ -98,16 +105,19 @@ class AutoRequest:
         return math.inf if predicted is None else predicted.sparse / predicted.full
 
     def with_min_ctx(self, candidate: CompressionConfig) -> CompressionConfig:
-        """Return the candidate. If it is `SNAPKV` and the prompts are not known yet, add a minimum prompt length."""
+        """Return the candidate.
+
+        If it is `SNAPKV` and the prompts are not known yet, add a minimum prompt length.
+        """
         if self.n_prompt is None and candidate == SNAPKV:
-            # The prompts may turn out to be short, and short prompts have little to evict.
+            # The prompts may turn out to be short, with little to evict.
             for_long_prompts = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
             return CompressionConfig(for_long_prompts)
         return candidate
 
 
 class Recommendation(NamedTuple):
-    """A recommended config, with the prompt's memory plan and the reason.
+    """A recommended config, the prompt's memory plan, and the reason for the choice.
 
     If no candidate fits, `fits` is False and the config is the one that takes the least memory.
     """
@@ -125,9 +135,9 @@ class Recommendation(NamedTuple):
 def explaining(
     recommendation: Recommendation | None, on_report: Callable[[Any], None] | None
 ) -> Callable[[Any], None]:
-    """Wrap `on_report` so that the recommendation, if any, is added to the report first.
+    """Return a callback that adds the recommendation, if any, to a report and calls `on_report`.
 
-    If the recommendation is the full cache, the report's `reason` says why.
+    If the full cache is recommended, the callback also sets the report's `reason`.
     """
 
     def explain_and_report(report: Any) -> None:
@@ -160,9 +170,10 @@ class _Candidate:
 def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
     """Recommend the best setting for the task that fits in `usable` bytes and the request's KV memory limit.
 
-    Short prompts get the full cache if it fits. Longer prompts get it only if it leaves enough memory for other
-    programs, and if sparse attention is not allowed or is not known to be clearly faster on this machine. Models that
-    can't be compressed always get the full cache.
+    A short prompt gets the full cache if it fits. A longer prompt gets the full cache only if that
+    leaves enough memory for other programs. Even then, sparse attention is preferred if it is
+    allowed and known to be clearly faster on this machine. A model that can't be compressed always
+    gets the full cache.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -176,7 +187,10 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
     full_cache_limit = usable if is_short else int(FULL_CACHE_SHARE * usable)
 
     def fits(candidate: _Candidate) -> bool:
-        """Return whether a candidate fits. With long prompts, the full cache must leave memory for other programs."""
+        """Return whether a candidate fits.
+
+        If the prompt is long, a full cache must leave memory for other programs.
+        """
         config = candidate.config
         is_optional = request.required_sparse is None
         keeps_full_cache = config.setting is None or (config.store == "memory" and is_optional)
@@ -192,7 +206,7 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
 
 
 def _recommend_smallest(candidates: list[_Candidate], usable: int, kv_limit: int) -> Recommendation:
-    """Recommend the candidate that takes the least memory, although none fits."""
+    """Recommend the candidate that takes the least memory. Used if no candidate fits."""
 
     def share_of_limit(candidate: _Candidate) -> float:
         return max(candidate.plan.peak / usable, candidate.kv_bytes / kv_limit)
@@ -204,9 +218,10 @@ def _recommend_smallest(candidates: list[_Candidate], usable: int, kv_limit: int
 
 
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
-    """Return the supported candidates, best first, without settings that would have no effect.
+    """Return the supported candidates, best first. Settings that would change nothing are omitted.
 
-    For short prompts, the full cache comes first. If the model can't be compressed, the full cache is the only one.
+    For short prompts, the full cache comes first. For models that can't be compressed, it is the
+    only candidate.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -231,7 +246,7 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
 
 
 def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) -> str:
-    """Explain why the first candidate, `config`, is the best for a prompt of `n_prompt` tokens."""
+    """Explain why `config`, the first candidate, is the best for a prompt of `n_prompt` tokens."""
     if config.setting is None and n_prompt < MIN_TOKENS_TO_EVICT:
         return f"at {n_prompt:,} tokens reading all entries costs little"
     if config.setting is None:
@@ -290,8 +305,8 @@ def resolve(
         kv_memory: KV memory limit in bytes, for "auto". None for no limit.
         store: restricts "auto" to sparse attention with this store.
 
-    Raises: SnapKVError: an option is invalid or conflicts with another one, or the model supports none of the
-        candidates for "auto".
+    Raises: SnapKVError: an option is invalid or conflicts with another, or the model supports none
+        of the candidates for "auto".
     """
     if not asks_for_auto(snapkv, policy):
         methods: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
@@ -316,7 +331,7 @@ def resolve(
         kv_memory=kv_memory,
         speed=speed_of(model, Sparse()),
     )
-    n_answer = min(max(0, max_tokens), TYPICAL_PROMPT)  # -1 (no limit) is planned as 0
+    n_answer = min(max(0, max_tokens), TYPICAL_PROMPT)  # for -1 (no limit), plan no answer
     planner = Planner(model, **planner_options(mlx_options) | {"max_tokens": n_answer})
     recommendation = recommend(planner, request, this_machine().usable)
     config = recommendation.config.with_mlx_options(mlx_options)
@@ -324,12 +339,13 @@ def resolve(
 
 
 def worth_comparing(n_prompt: int) -> list[str]:
-    """Return two policies to compare with sparse attention: one that evicts once, and one with a fixed budget.
+    """Return two policies to compare with sparse attention.
 
-    For prompts below about 22,000 tokens, the budgets are reduced so that most entries are evicted.
+    The first evicts only after prefill, the second also during prefill. For prompts below about
+    22,000 tokens, the budgets are reduced so that most entries are evicted.
     """
     top_k = 4096
-    # SnapKV keeps about 4/3 * top_k entries, which should be at most a quarter of the prompt.
+    # SnapKV keeps about 4/3 * top_k entries. They should be at most a quarter of the prompt.
     while top_k > 16 and 4 / 3 * top_k > n_prompt / 4:
         top_k //= 2
     evicting_once = f"snapkv:top_k={top_k}"

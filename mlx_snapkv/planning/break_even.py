@@ -14,7 +14,8 @@ class BreakEven(NamedTuple):
     """The shortest of `LENGTHS` at which sparse attention is faster.
 
     Attributes:
-        basis: where the length comes from: MEASURED in requests, ESTIMATED by timing a layer, or UNKNOWN.
+        basis: MEASURED if the length comes from requests, ESTIMATED if it comes from timing a
+            layer, or UNKNOWN.
         tokens: the length in tokens. None if it is unknown, or if sparse attention is faster at none of `LENGTHS`.
     """
 
@@ -35,7 +36,7 @@ def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
 
     Args:
         speed: the speed record.
-        estimate: speeds estimated by timing a layer, used where the record has no measurements.
+        estimate: speeds estimated by timing a layer, used where the record is incomplete.
     """
     return {
         "reading": _break_even(READ_SPARSE, READ_FULL, speed, estimate),
@@ -44,7 +45,10 @@ def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
 
 
 def _break_even(sparse_kind: str, full_kind: str, speed: Speed, estimate: Speed) -> BreakEven:
-    """Return the break-even length for a pair of kinds, from the speed record or else from the estimate."""
+    """Return the break-even length for two kinds of measurements.
+
+    The speed record is used if it has both kinds, otherwise the estimate.
+    """
     for basis, source_speed in ((MEASURED, speed), (ESTIMATED, estimate)):
         if {sparse_kind, full_kind} <= source_speed.lines.keys():
             faster_lengths = (

@@ -33,11 +33,12 @@ class CompressionConfig:
 
     Attributes:
         setting: policies or sparse attention, or None for the full cache.
-        quantization: quantisation of the kept entries. None leaves it unchanged.
+        quantization: quantisation of the kept entries. If None, they stay as they are.
         turns: whether to compress prompt caches that already contain tokens, as in a conversation.
-        max_kv_size: mlx-lm's `max_kv_size`, the size of a rotating cache.
+        max_kv_size: mlx-lm's `max_kv_size`, the size of a rotating cache. None if it is not set.
         has_draft_model: whether mlx-lm's `draft_model` is set.
-        is_text: whether the prompt is a text to ask questions about later, with no answer now.
+        is_text: whether the prompt is a text that is only read now. Questions about it follow
+            later.
 
     Raises: SnapKVError: an mlx-lm option conflicts with sparse attention.
     """
@@ -71,9 +72,9 @@ class CompressionConfig:
 
         Args:
             keywords: keyword arguments of `generate_step`, including those for mlx-lm.
-            **fields: fields of the config that are not keyword arguments, such as `turns`.
+            **fields: fields that `generate_step` has no argument for, such as `turns`.
 
-        Raises: SnapKVError: an option is invalid, conflicts with another one, or belongs in `sparse`.
+        Raises: SnapKVError: an option is invalid, conflicts with another, or belongs in `sparse`.
         """
         for name, value in keywords.items():
             if name in SPARSE_ONLY_OPTIONS:
@@ -139,7 +140,7 @@ class CompressionConfig:
 
     @property
     def store(self) -> str | None:
-        """Return where sparse attention keeps all entries, or None without sparse attention."""
+        """Return the `store` of sparse attention, or None for any other setting."""
         return None if self.sparse is None else self.sparse.store
 
     @property
@@ -156,7 +157,7 @@ class CompressionConfig:
     def require_compressible(self) -> None:
         """Check that no mlx-lm option rules out compression or sparse attention. Raises: SnapKVError.
 
-        Requests that are left to mlx-lm don't need this check, because mlx-lm's options can be combined freely there.
+        Requests that are left to mlx-lm can use all its options, so they don't need this check.
         """
         if self.max_kv_size is not None:
             raise ConflictError(Option("max_kv_size"), "a policy or sparse attention")
@@ -175,7 +176,10 @@ class CompressionConfig:
             )
 
     def _require_unsplit_heads(self, model) -> None:
-        """Check that no policy needs all heads of a layer if several Macs share them. Raises: SnapKVError."""
+        """If several Macs share a layer's heads, check that no policy needs all of these heads.
+
+        Raises: SnapKVError.
+        """
         policies = () if self.compress is None else self.compress.policies
         for policy in policies:
             if policy.heads_agree and split_of(model) == TENSOR:
@@ -189,7 +193,8 @@ class CompressionConfig:
 def _require_sparse_support(model) -> None:
     """Check that the model supports sparse attention.
 
-    No attention class may rule it out, and at least one layer must not lend its entries to other layers.
+    The model does not support it if an attention class rules it out, or if every layer lends its
+    entries to other layers.
 
     Raises: UnsupportedModelError.
     """

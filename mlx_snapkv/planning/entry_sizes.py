@@ -1,4 +1,4 @@
-"""Sizes in bytes of a model's KV entries per token, and of its weights."""
+"""Computes the size of a model's weights, and of its KV entries per token, in bytes."""
 
 import contextlib
 from functools import cached_property
@@ -30,7 +30,7 @@ class EntrySizes:
 
     Attributes:
         layers: the layers that can be compressed.
-        sliding_windows: `(KV bytes per token, window length)` for each sliding window.
+        sliding_windows: `(KV bytes per token, window length)` for each sliding-window cache.
         state_bytes: total size in bytes of all linear-attention states.
     """
 
@@ -84,7 +84,7 @@ class EntrySizes:
         ]
 
     def memory_bytes(self, store: str | None) -> int:
-        """Return the KV bytes per token that a `store` keeps in memory, without the index."""
+        """Return the KV bytes per token that a `store` keeps in memory, excluding the index."""
         return 0 if in_files(store) else self.store_bytes(store)
 
     def store_bytes(self, store: str | None) -> int:
@@ -92,9 +92,9 @@ class EntrySizes:
         return sum(self.bytes_by_layer(store_quantization(self.model, self.layers, store)))
 
     def file_bytes(self, store: str | None, n_tokens: int) -> int:
-        """Return the bytes that `n_tokens` tokens take in files: entries and, in long texts, index and page means.
+        """Return how many bytes `n_tokens` tokens take in files, or 0 if `store` uses no files.
 
-        Return 0 if `store` keeps nothing in files.
+        With more than `ENTRIES_IN_MEMORY` tokens, index and page means are written to files, too.
         """
         if not in_files(store):
             return 0
@@ -108,12 +108,12 @@ class EntrySizes:
         return sum(index_bytes(keys) for keys, _ in self._entries)
 
     def page_mean_bytes(self) -> float:
-        """Return the bytes per token of the mean keys that chunks use to choose pages."""
+        """Return the bytes per token of the mean keys by which prompt chunks choose pages."""
         mean_keys = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
-        return count_bytes(list(mean_keys)) / PAGE_SIZE  # one mean per page
+        return count_bytes(list(mean_keys)) / PAGE_SIZE  # one mean key per page
 
     def cluster_bytes(self) -> float:
-        """Return the bytes per token of the clusters: each token's cluster id, and its share of the means."""
+        """Return the bytes per token of the clusters: cluster ids and a share of the means."""
         n_kv_heads = sum(keys.shape[1] for keys, _ in self._entries)
         id_bytes = ID_TYPE.size * n_kv_heads
         return id_bytes + sum(self.bytes_by_layer()) / CLUSTER_SIZE

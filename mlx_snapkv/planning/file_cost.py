@@ -18,7 +18,7 @@ class Disk(NamedTuple):
     """A disk that entries are written to.
 
     Attributes:
-        folders: the folders on this disk that entries are written to, keyed by the flag that sets them.
+        folders: command-line flag -> folder on this disk. Entries are written to each folder.
         folder_bytes: number of bytes written to each folder.
         free: number of free bytes on the disk.
     """
@@ -41,7 +41,7 @@ class FileCost:
     disks: tuple[Disk, ...]
 
     def __str__(self) -> str:
-        """Describe the disk space in a sentence for users, with the free space of every disk."""
+        """Describe the required and the free disk space in one sentence for users."""
         disk_texts = []
         for disk in self.disks:
             size = format_bytes(disk.folder_bytes)
@@ -66,13 +66,14 @@ def file_cost(
 ) -> FileCost | None:
     """Predict the disk space that reading `n_new` tokens takes.
 
-    Disks whose free space can't be determined are omitted. Return None if none is left, or if no entries go to files.
+    Disks whose free space can't be determined are omitted. Return None if no disk remains, or if no
+    entries are written to files.
 
     Args:
         model: an mlx-lm model. Its weights need not be loaded.
         setting: the setting. Only sparse attention with store="file" writes files.
         n_new: number of tokens to read.
-        saved_in: the folder to which all entries are copied at the end, if any.
+        saved_in: the folder that all entries are copied to at the end, or None.
     """
     if n_new == 0 or not isinstance(setting, Sparse) or not in_files(setting.store):
         return None

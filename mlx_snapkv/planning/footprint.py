@@ -18,19 +18,20 @@ from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
 from .scores import scores_limit
 
-# Safety factor for activations and copies. MLX starts on a layer before the arrays of the previous one are freed, and
-# the estimate leaves out norms, logits, votes, and freed buffers that can't be reused.
+# Safety factor for activations and copies. MLX starts computing a layer before the previous layer's
+# arrays are freed. The estimate also leaves out norms, logits, votes, and freed buffers that can't
+# be reused.
 MARGIN = 2.5
 
 
 class Need(NamedTuple):
     """The memory of one request in bytes, not counting the model's weights."""
 
-    extra_in_prefill: int  # needed on top of `cache_bytes_at_end` until compression
+    extra_in_prefill: int  # needed beyond `cache_bytes_at_end` until compression
     kept_bytes: int  # size of the entries after compression, not counting `extra_in_answer`
-    cache_bytes_at_end: int  # all caches at the end of the answer, including unused rows
+    cache_bytes_at_end: int  # size of all caches after the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    extra_in_answer: int = 0  # entries, index and means of a sparse prompt
+    extra_in_answer: int = 0  # sparse attention: the prompt's entries, index and means
     chunk_bytes: int = 0  # activations, scores and copies for one prompt chunk
     step_bytes: int = 0  # copies for one answer token
 
@@ -95,7 +96,7 @@ class Footprint:
             stored_bytes = self.stored_bytes(n_prompt)
             stored_bytes += self._cluster_bytes(plan) + self._page_mean_bytes(plan)
             n_rows_at_end = math.ceil(max_tokens / KVCache.step) * KVCache.step
-        else:  # the kept entries are copied, and the answer's are appended
+        else:  # the kept entries are copied, and the answer's entries are appended
             kept_bytes = self.row_bytes * n_kept
             stored_bytes = 0
             n_rows_at_end = _n_rows_at_end(n_kept, plan, max_tokens)
@@ -104,7 +105,8 @@ class Footprint:
         n_full_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         other_bytes_at_end = n_full_rows * sizes.incompressible_bytes
         other_bytes_at_end += sizes.window_and_state_bytes(n_full_rows, self.step_size)
-        # An answer token may copy one layer's entries: those of a full cache if there is one, or else the kept ones.
+        # Decoding a token may copy the entries of one layer. A layer that can't be compressed has
+        # entries for the whole prompt.
         n_copied = n_prompt if sizes.incompressible_bytes else n_kept
         return Need(
             extra_in_prefill=max(0, prefill_peak_bytes - cache_bytes_at_end),
@@ -145,7 +147,10 @@ class Footprint:
         )
 
     def _chunk_bytes(self, plan: Plan) -> int:
-        """Return a chunk's memory besides its entries: activations, scores, and a copy of one layer's entries."""
+        """Return the memory that a chunk needs in addition to the caches.
+
+        It is needed for activations, scores, and a copy of one layer's entries.
+        """
         sizes = self.sizes
         n_prompt = plan.n_prompt
         reading = plan.sparse_reading
@@ -161,18 +166,19 @@ class Footprint:
         copied_bytes = sizes.widest_layer_bytes * n_visible
         # Layers that can't be compressed attend to the whole prompt.
         max_visible = n_prompt if sizes.incompressible_bytes else n_visible
-        # Blocks are never split, so their scores have no limit.
+        # Blocks are never split to save memory, so their scores have no limit.
         max_score_bytes = None if plan.config.evicts_in_blocks else scores_limit()
         layer_bytes = max(
             shape.chunk_bytes(chunk_size, max_visible, max_score_bytes, margin=MARGIN)
             for shape in sizes.shapes
         )
-        # Attention is accumulated from logits, which take at most about this much memory at a time.
+        # To accumulate attention, logits are computed in steps that take at most about this much
+        # memory.
         logit_bytes = ONE_PASS_BYTES if plan.accumulates_attention else 0
         return layer_bytes + int(MARGIN * (copied_bytes + page_mean_bytes)) + logit_bytes
 
     def prefix_bytes(self, n_tokens: int) -> int:
-        """Return the size of a cached prefix of `n_tokens` tokens, in memory and in files."""
+        """Return the size of a cached prefix of `n_tokens` tokens, including its files."""
         if self.config.compress is not None and not self.config.evicts_in_blocks:
             # The cached prefix keeps all entries. Each request compresses its own copy.
             with_full_cache = replace(self, config=CompressionConfig())
@@ -193,13 +199,16 @@ class Footprint:
         return entry_bytes + n_index_rows * self.sizes.key_index_bytes()
 
     def _cluster_bytes(self, plan: Plan) -> int:
-        """Return the size of the cluster ids and of the means for unread entries, or 0 without a residual."""
+        """Return the size of the cluster ids and cluster means, or 0 if the residual is off."""
         if plan.sparse is None or plan.sparse.residual is None:
             return 0
         return int(plan.n_prompt * self.sizes.cluster_bytes())
 
     def _page_mean_bytes(self, plan: Plan) -> int:
-        """Return the size of the stored page means. It is 0 unless entries are in files and chunks choose pages."""
+        """Return the memory for page means that are kept for later turns, or 0 if none are kept.
+
+        They are kept if entries are in files and chunks choose pages.
+        """
         reading = plan.sparse_reading
         chunks_choose = reading is not None and reading.n_before_choice < plan.n_prompt
         if not chunks_choose or not in_files(self.config.store):
@@ -207,10 +216,11 @@ class Footprint:
         return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
 
     def n_indexed_in_memory(self, n_tokens: int) -> int:
-        """Return how many of `n_tokens` tokens have their index and means in memory, at most.
+        """Return an upper bound on how many of `n_tokens` tokens have index and means in memory.
 
-        If the entries are in files, the index and means of all tokens after the first `ENTRIES_IN_MEMORY` move to a
-        file as well, `ENTRIES_MOVED` tokens at a time.
+        If entries are in files, only the first `ENTRIES_IN_MEMORY` tokens keep their index and
+        means in memory. The index and means of later tokens move to a file, `ENTRIES_MOVED` tokens
+        at a time.
         """
         if not in_files(self.config.store):
             return n_tokens
@@ -227,9 +237,10 @@ class Footprint:
             store_bytes = plan.n_prompt * self.sizes.memory_bytes(self.config.store)
             if self.config.store == "memory":
                 return store_bytes
-            # Entries stay in the caches until the first chunk that chooses. They then move to the store by chunks.
+            # Entries stay in the caches until a chunk first chooses entries. From then on, each
+            # chunk moves the earlier entries to the store.
             return store_bytes + reading.n_before_choice * sum(self.sizes.bytes_by_layer())
-        # Caches that evict during prefill are quantised from the start, all others at compression.
+        # Caches that evict during prefill are quantised from the start, others only at compression.
         is_quantised = self.config.evicts_in_blocks
         row_bytes = self.row_bytes if is_quantised else sum(self.sizes.bytes_by_layer())
         return row_bytes * self.n_prefill_rows(plan)
@@ -244,7 +255,10 @@ class Footprint:
 
 
 def _n_rows_at_end(n_kept: int, plan: Plan, max_tokens: int) -> int:
-    """Return how many rows a cache of `n_kept` entries has after an answer, including unused rows."""
+    """Return how many rows a cache with `n_kept` prompt entries has after the answer.
+
+    Unused rows are included.
+    """
     if plan.keeps_shape:
         return n_kept
     n_new = max_tokens

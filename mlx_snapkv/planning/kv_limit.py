@@ -11,13 +11,14 @@ from .footprint import Footprint
 from .machine import this_machine
 
 NO_KV_LIMIT = 0  # the value of `--max-kv-bytes` that turns off the limit
-N_FRACTIONS = 16  # lengths are tried in multiples of 1/N_FRACTIONS of the requested length
+N_FRACTIONS = 16  # lengths are tried in steps of 1/N_FRACTIONS of the requested length
 
 
 def machine_kv_limit(footprint: Footprint) -> int:
-    """Return how many bytes this machine has left for KV memory.
+    """Return how many bytes of this machine's memory are left for KV entries.
 
-    That is the memory for models, minus MLX's buffer cache, the weights, and what a chunk of the longest prompt needs.
+    That is the memory for models, minus MLX's buffer cache, the weights, and the memory for reading
+    a chunk of the longest prompt.
 
     Args:
         footprint: estimates the memory of requests.
@@ -51,7 +52,7 @@ def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: i
     """Suggest how to make a request fit: store entries in fewer bits or in files, or shorten the prompt or the answer.
 
     Args:
-        footprint: estimates the memory of requests. With its config, this request is too large.
+        footprint: estimates the memory of requests. With its config, this request does not fit.
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens.
         limit: KV memory limit in bytes.
@@ -69,7 +70,10 @@ def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: i
 
 
 def _largest(n_tokens: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest multiple of `n_tokens / N_FRACTIONS`, below `n_tokens`, that fits. Return 0 if none does."""
+    """Return the largest length below `n_tokens` that fits, or 0 if none fits.
+
+    Only multiples of `n_tokens / N_FRACTIONS` are tried.
+    """
     for numerator in range(N_FRACTIONS - 1, 0, -1):
         n_fewer = n_tokens * numerator // N_FRACTIONS
         if n_fewer > 0 and fits(n_fewer):

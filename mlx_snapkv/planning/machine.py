@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Bytes. On Macs with up to this much memory, the GPU may use two thirds of it; on larger ones, three quarters.
+# On Macs with at most this many bytes of memory, the GPU may use two thirds of it. On larger Macs,
+# it may use three quarters.
 _SMALL_MEMORY = 36 << 30
 _MEMINFO = Path("/proc/meminfo")  # Linux
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
@@ -38,8 +39,9 @@ class Machine(NamedTuple):
 def this_machine() -> Machine:
     """Return this machine's memory.
 
-    With Metal, the usable memory is the GPU's recommended maximum. Without Metal, it is the available memory plus what
-    MLX already uses, capped at a container's limit. If the available memory is unknown, all memory counts as usable.
+    With Metal, the usable memory is the GPU's recommended maximum. Without Metal, it is the
+    available memory plus the memory that MLX already uses, but at most a container's limit. If the
+    available memory is unknown, all memory counts as usable.
     """
     if mx.metal.is_available():
         info = mx.device_info()
@@ -71,7 +73,7 @@ def mac(memory: int) -> Machine:
 
 
 def processor() -> str:
-    """Return the GPU's name, the CPU's if there is no GPU, or "unknown" if neither has a name."""
+    """Return the GPU's name. If there is no GPU, return the CPU's name, or "unknown"."""
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     # e.g. "model name : AMD EPYC 9575F 64-Core Processor"

@@ -114,7 +114,7 @@ class Planner:
 
 
 def planner_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `generate_step` that `Planner` takes."""
+    """Select the options that `Planner` takes from options of `generate_step`."""
     names = ("max_tokens", "prefill_step_size", "kv_group_size")
     return {name: options[name] for name in names if name in options}
 

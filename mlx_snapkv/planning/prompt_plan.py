@@ -1,4 +1,4 @@
-"""The part of planning that needs no model: which prompts to compress, which queries vote, and chunk sizes."""
+"""Decides, without a model, which prompts to compress, which queries vote, and the chunk sizes."""
 
 import math
 from collections.abc import Callable
@@ -53,14 +53,14 @@ def reason_to_leave(
         setting: policies or sparse attention.
         n_prompt: prompt length in tokens.
         prompt_cache: the caches that the prompt continues from, or None for new ones.
-        max_tokens: maximum answer length in tokens, or -1 for no limit. Policies with schedule="block" also evict
-            during the answer.
+        max_tokens: maximum answer length in tokens, or -1 for no limit. It only matters for
+            policies that also evict during the answer (schedule="block").
 
     Raises: SnapKVError: the prompt is empty.
     """
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
-    # Check all caches, because some layers don't use theirs.
+    # Check all caches, because some layers leave their cache empty.
     if not all(cache.empty() for cache in all_caches(prompt_cache or [])):
         return "the prompt cache already holds tokens; only an empty one is compressed"
     if isinstance(setting, Sparse):
@@ -102,7 +102,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
 
 
 def _budget_problem(compute_quota: Callable[[int], Quota], n_prompt: int) -> str | None:
-    """Return why a budget that is a share of the prompt is too small, or None if it is large enough."""
+    """Return why a share of the prompt is too small as a budget, or None if it is large enough."""
     try:
         compute_quota(n_prompt)
     except SnapKVError as error:
@@ -124,13 +124,14 @@ def policy_chunk_size(
 ) -> int:
     """Return the chunk size for a request with a policy.
 
-    With schedule="block", it is `step_size`, capped at the policy's `block`.
+    With schedule="block", the size is `step_size`, capped at the policy's `block`.
 
-    With schedule="once", it is the policy's `prefill_chunk` or, by default, `step_size` capped at `largest_chunk()`. If
-    queries vote, the size is adjusted so that they end up in a short last chunk. Without this, all queries of a long
-    chunk would stay in memory until the voting ones were copied, and prefill would need more memory than in mlx-lm. A
-    prompt that fits in one chunk is not split. Chunks whose scores would take too much memory are later split into
-    pieces; see `engine/pieces.py`.
+    With schedule="once", the size is the policy's `prefill_chunk` or, by default, `step_size`
+    capped at `largest_chunk()`. If queries vote, the size is adjusted so that the voting queries
+    are in a short last chunk. If the last chunk were long, all of its queries would stay in memory
+    until the voting queries had been copied, and prefill would need more memory than in mlx-lm. A
+    prompt that fits in one chunk is not split. Chunks whose scores would take too much memory are
+    later split into pieces; see `engine/pieces.py`.
 
     Args:
         compress: the policies for prompt and answer.
@@ -154,10 +155,10 @@ def max_chunk_size(step_size: int | None) -> int:
 
 
 def align_chunks_to_voters(max_size: int, n_new: int, n_before_voters: int) -> int:
-    """Return a chunk size of at most `max_size` such that the last chunk has few tokens besides the voting queries.
+    """Return a chunk size for which the last chunk has few tokens before the voting queries.
 
-    If `max_size` is a large multiple of `MULTIPLE`, the result is also a multiple of it. Otherwise, the tokens before
-    the voting queries are divided into equal chunks.
+    If `max_size` is a large multiple of `MULTIPLE`, the result is a multiple of `MULTIPLE`, too.
+    Otherwise, the tokens before the voting queries are divided into equal chunks.
 
     Args:
         max_size: maximum number of tokens per chunk.

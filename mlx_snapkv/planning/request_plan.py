@@ -1,4 +1,4 @@
-"""A request's plan: a frozen dataclass with the decisions made before the request runs.
+"""A request's plan: the decisions that are made before the request runs.
 
 Prefill, compression, decoding, memory estimates and messages to the user all follow the plan.
 """
@@ -54,14 +54,15 @@ EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
 
 @dataclass(frozen=True)
 class SparseReading:
-    """How many earlier entries a prompt's chunks choose to read.
+    """How many earlier entries the chunks of a prompt read with sparse attention.
 
     Attributes:
         reach: how many earlier entries a chunk reads. If there are fewer, the chunk reads all of them.
         last_reach: how many earlier entries the prompt's last `LAST_TOKENS` tokens read.
-        last_from: position where these last tokens begin. Negative if the prompt is shorter.
-        n_before_choice: number of tokens before the first chunk that chooses its entries. The prompt length if only the
-            last tokens could choose.
+        last_from: position of the first of these last tokens. Negative if the prompt has fewer than
+            `LAST_TOKENS` tokens.
+        n_before_choice: maximum number of tokens that are read before a chunk first chooses
+            entries. The prompt length if only the last tokens could choose entries.
     """
 
     reach: Reach
@@ -77,15 +78,17 @@ class Plan:
     Attributes:
         n_prompt: number of tokens in the prompt, including earlier turns.
         config: the request's config.
-        voters: positions of the queries that vote or, with sparse attention, that the index is built from.
+        voters: positions of the queries that vote. With sparse attention, positions of the queries
+            that the index is built from.
         reason: why the prompt is left to mlx-lm, or None if it is compressed or uses sparse attention. With a reason,
             `plan_request` leaves the quotas at None.
         n_new: number of tokens to read after the earlier turns.
         prefill_quota: number of entries that each full-attention layer keeps during prefill.
-        decode_quota: number of prompt entries that each full-attention layer keeps for the answer or, with sparse
-            attention, that each answer token reads.
+        decode_quota: number of prompt entries that each full-attention layer keeps for the answer.
+            With sparse attention, the number that each answer token reads.
         sparse_reading: how prompt chunks choose entries. None if they read all entries.
-        adapts: whether prompt chunks and answer tokens choose entries only while that is faster than reading all.
+        adapts: whether prompt chunks and answer tokens choose entries only while that is faster
+            than reading all entries.
     """
 
     n_prompt: int
@@ -155,25 +158,29 @@ class Plan:
 
     @property
     def observes(self) -> bool:
-        """Return whether prompt queries are captured, either to vote or to choose what a chunk reads."""
+        """Return whether prompt queries are captured to vote, or to choose entries for a chunk."""
         return self.compress is None or self.compress.observes
 
     @property
     def observes_answer(self) -> bool:
-        """Return whether answer queries are captured, either to vote or to choose what a token reads."""
+        """Return whether answer queries are captured to vote, or to choose entries for a token."""
         return self.compress is None or self.compress.decode_policy.observes_answer
 
     @property
     def statistics_from(self) -> int | None:
-        """Return the first position included in the policy's query statistics, or None if it has none."""
+        """Return the position where the policies' query statistics start.
+
+        Return None if no policy needs statistics.
+        """
         return None if self.compress is None else self.compress.statistics_from
 
     @property
     def capacity(self) -> int:
-        """Return the number of entries to preallocate in each sparse-attention cache, including earlier turns.
+        """Return the number of entries that each sparse-attention cache allocates memory for.
 
-        Unless the store is "memory", entries move to it chunk by chunk, starting with the first chunk that chooses its
-        entries.
+        Entries of earlier turns are included. Unless the store is "memory", each chunk that chooses
+        entries first moves the earlier entries to the store, so the cache never has to contain the
+        whole prompt.
         """
         reading = self.sparse_reading
         moves_to_store = self.config.store != "memory"
@@ -193,7 +200,7 @@ class Plan:
             return CHUNK_SIZE
         max_size = max_chunk_size(step_size)
         if chunks_choose:
-            return max(CHUNK_SIZE, max_size)  # sparse chunks are cut from chunks of this size
+            return max(CHUNK_SIZE, max_size)  # may be split into sparse chunks
         return align_chunks_to_voters(max_size, self.n_new, n_before_voters)
 
 
@@ -314,7 +321,8 @@ def _plan_sparse(
             n_before_choice=reach.first_choice_position(n_prompt, n_prompt - n_new),
         )
     decode_quota = sparse.quota(n_prompt)
-    # Several Macs would all have to make the same decision. Reading all entries is slow in stores other than "memory".
+    # Several Macs would all have to make the same decisions. In stores other than "memory", reading
+    # all entries is slow.
     may_adapt = n_ranks() == 1 and sparse.store == "memory"
     return Plan(
         n_prompt=n_prompt,

@@ -1,8 +1,8 @@
 """Limits the memory of attention scores by reading fewer tokens at once.
 
-MLX's fused attention, which never stores the scores, is only available on a GPU and for some head sizes (`is_fused`).
-Otherwise, MLX stores one score per query-entry pair and head. For 2,048 tokens after 131,072 others and 16 heads, the
-scores take 8.7 GB in half precision.
+MLX's fused attention, which never stores the scores, is only available on a GPU and for some head
+sizes (`is_fused`). Otherwise, MLX stores one score per query-entry pair and head. With 16 heads,
+the scores of 2,048 tokens that follow 131,072 others take 8.7 GB in half precision.
 """
 
 import math
@@ -13,7 +13,7 @@ from .machine import this_machine
 
 FUSED = (64, 80, 128)  # head sizes that MLX's fused GPU kernels support (MLX 0.32)
 
-MAX_SCORE_BYTES = 512 << 20  # size limit for attention scores that are computed together
+MAX_SCORE_BYTES = 512 << 20  # size limit for one layer's attention scores
 SCORES_MEMORY_SHARE = 32  # scores take at most 1/32 of the machine's memory
 MIN_TOKENS_AT_ONCE = 32  # chunks of at most this many tokens are not split
 
@@ -45,8 +45,9 @@ def scores_limit() -> int:
 def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
     """Return how many tokens to read at once so that a layer's scores take at most `limit` bytes.
 
-    The tokens attend to `n_before` entries and to each other, so n tokens have n * (n_before + n) query-entry pairs.
-    The result is a multiple of `MIN_TOKENS_AT_ONCE`, and at least that.
+    The tokens attend to `n_before` entries and to each other, so n tokens have n * (n_before + n)
+    query-entry pairs. The result is a positive multiple of `MIN_TOKENS_AT_ONCE`, even if the limit
+    is too small for that.
 
     Args:
         n_before: number of entries before the tokens.

@@ -23,7 +23,7 @@ def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
 
 
 def _both_name_a_policy() -> SnapKVError:
-    """Return the error for `snapkv` and `policy` that are both set."""
+    """Return the error to raise when both `snapkv` and `policy` are set."""
     return SnapKVError(
         "{} and {} both name a policy: give only one", Option("snapkv"), Option("policy")
     )
@@ -36,7 +36,8 @@ def resolve_setting(
 ) -> Setting | None:
     """Resolve the `snapkv`, `policy` and `sparse` arguments of `generate_step` to a setting, or None.
 
-    Raises: SnapKVError: more than one is set, a value is invalid, or it is "auto"; see `resolve_compress`.
+    Raises: SnapKVError: more than one is set, a value is invalid, or "auto" is requested; see
+        `resolve_compress`.
     """
     sparse_setting = Sparse.from_keyword(sparse)
     if isinstance(policy, Sparse):  # a setting that is already resolved
@@ -69,7 +70,8 @@ def resolve_compress(
         policy: a policy object, a `Compress`, a string such as `"keydiff:budget=8192"`, or two such strings joined by
             " then ".
 
-    Raises: SnapKVError: both are set, a value is invalid, or they ask for "auto", which must be resolved beforehand.
+    Raises: SnapKVError: both are set, a value is invalid, or "auto" is requested, which the caller
+        must resolve first.
     """
     if asks_for_auto(snapkv, policy):
         raise SnapKVError(

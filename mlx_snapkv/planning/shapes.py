@@ -1,4 +1,4 @@
-"""Shapes of a model's layers, and the memory that each needs to read a chunk. The weights are not needed."""
+"""Computes, without a model's weights, how much memory each layer needs to read a chunk."""
 
 import json
 import tempfile
@@ -42,7 +42,8 @@ class LayerShape:
 
         Args:
             chunk_size: chunk length in tokens.
-            n_visible: number of entries that the chunk's last token can see, including the chunk's own.
+            n_visible: number of entries that the chunk's last token can see, including the chunk's
+                entries.
             max_score_bytes: size limit for the scores. Chunks with larger scores are read in pieces. None for no limit.
             margin: safety factor for everything except the scores, whose size is known exactly.
         """
@@ -68,7 +69,8 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
     windows_by_layer = [_max_visible(cache) for cache in caches]
     key_sizes_by_layer = [_key_size(cache) for cache in caches]
     if len(caches) != len(layers):
-        # Some layers have several caches, or none of their own. Treat every layer like the largest.
+        # Some layers have several caches or none, so caches can't be matched to layers. Assume the
+        # largest window and key size for all layers.
         windows_by_layer = [max(windows_by_layer)] * len(layers)
         key_sizes_by_layer = [max(key_sizes_by_layer)] * len(layers)
     float32_bytes = 4
@@ -97,13 +99,13 @@ def window_of(cache: Any) -> int | None:
 
 
 def _max_visible(cache: Any) -> int:
-    """Return the maximum number of entries that a layer's queries can see, or 0 without attention."""
+    """Return how many entries a layer's queries can see at most, or 0 if the layer has no keys."""
     caches = _caches_with_keys([cache])
     return (window_of(caches[0]) or UNLIMITED) if caches else 0
 
 
 def _key_size(cache: Any) -> int:
-    """Return the head size of a layer's keys, or 0 without attention."""
+    """Return the head size of a layer's keys, or 0 if the layer has no keys."""
     caches = _caches_with_keys([cache])
     return caches[0].keys.shape[-1] if caches else 0
 
@@ -163,8 +165,9 @@ def score_bytes(
 ) -> int:
     """Return the score bytes per (query, entry) pair for all heads, with `bytes_per_number` bytes per score.
 
-    A fused kernel stores no scores. MLA computes the scores of the positional parts separately, and stores them even
-    with a fused kernel, unless the family joins the positional parts with the others.
+    A fused kernel stores no scores. Most MLA modules compute the scores of the positional parts
+    separately and store them, even with a fused kernel. Some families join the positional parts to
+    the other parts and have no separate scores.
     """
     is_mla = hasattr(attention, "embed_q")
     joins_positional_part = family is not None and family.query_factor is not None
@@ -190,8 +193,8 @@ def _n_projected_numbers(modules: list[Any]) -> int:
         weight = module.get("weight")
         if weight is None or weight.ndim < 2 or "Embedding" in class_name:
             continue
-        # Weights are (outputs, inputs), with a first axis of experts in mlx-lm's Switch classes. Convolutions compute
-        # one number per channel, and their channels come first.
+        # Weights are (outputs, inputs). In mlx-lm's Switch classes, an axis of experts comes first.
+        # Convolutions compute one number per channel, and their first axis is the channels.
         n_outputs = weight.shape[0] if "Conv" in class_name else weight.shape[-2]
         n_numbers += n_outputs * (n_experts if "Switch" in class_name else 1)
     return n_numbers
@@ -225,7 +228,10 @@ def repository_without_weights(name: str) -> nn.Module:
 
 
 def _write_header_only(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
-    """Write a safetensors file with a header for `tensors`, and a hole instead of the data."""
+    """Write a safetensors file with a header for `tensors`.
+
+    In place of the data, it has a hole, which takes no disk space.
+    """
     header = json.dumps(tensors).encode()
     # `data_offsets` is the tensor's [start, end] in the data.
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)

@@ -32,8 +32,9 @@ from .machine import processor, this_machine
 
 # Environment variable that overrides the path of the file. If it is empty, no record is kept.
 PATH_VARIABLE = "MLX_SNAPKV_SPEED_RECORD"
-FORMAT = 1  # version of the file format; files in other versions are ignored
-MAX_KEYS = 64  # maximum number of keys (model and method) in the file; the oldest are dropped
+FORMAT = 1  # version of the file format; files with another version are ignored
+# Maximum number of keys in the file. The keys that were updated least recently are dropped.
+MAX_KEYS = 64
 FORGETTING_RATE = 1 / 32  # each new measurement reduces the weight of earlier ones by this fraction
 # Minimum standard deviation of the measured lengths, relative to their mean, for fitting a slope.
 MIN_SPREAD = 1 / 8
@@ -47,9 +48,12 @@ SETUP = "setup"  # building the index and the cluster means of a prompt
 
 
 class Measurement(NamedTuple):
-    """A time in seconds, measured for one of the kinds above.
+    """A measured time.
 
-    `length` is the number of entries before the token or, for `SETUP`, the prompt length.
+    Attributes:
+        kind: what was timed, such as `DECODE_FULL`.
+        length: number of entries before the token. For `SETUP`, the prompt length.
+        seconds: time in seconds.
     """
 
     kind: str
@@ -60,9 +64,10 @@ class Measurement(NamedTuple):
 class Line(NamedTuple):
     """A line `seconds = a + b * length` fitted to measurements.
 
-    It is stored as weighted sums, where x is the length and y is the time in seconds. Predicted times are never
-    negative and never decrease with length. If all measured lengths are about equal, the slope is unknown. It is then
-    assumed to be between 0 and the slope of the line through the origin and the mean of the measurements.
+    The line is stored as weighted sums, where x is the length and y is the time in seconds.
+    Predicted times are never negative and never decrease with length. If all measured lengths are
+    about equal, the slope is unknown. An unknown slope is assumed to be between 0 and the slope of
+    the line from the origin through the mean of the measurements.
     """
 
     weight: float = 0.0
@@ -93,7 +98,10 @@ class Line(NamedTuple):
         return mean_y + smallest_slope * distance, mean_y + largest_slope * distance
 
     def _slopes(self, mean_x: float, mean_y: float) -> tuple[float, float]:
-        """Return the smallest and the largest possible slope. They are equal if the lengths differ enough."""
+        """Return the smallest and the largest possible slope.
+
+        Both are the fitted slope if the measured lengths differ enough.
+        """
         slope_through_origin = mean_y / mean_x if mean_x else 0.0
         variance = self.sum_xx / self.weight - mean_x * mean_x
         if mean_x and variance >= (MIN_SPREAD * mean_x) ** 2:
@@ -115,7 +123,7 @@ class PredictedSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Speed:
-    """The fitted lines for one model and method on this machine, by kind of measurement.
+    """The fitted lines for one model and sparse setting on this machine, by kind of measurement.
 
     Kinds without measurements are omitted.
     """
@@ -161,8 +169,8 @@ class Speed:
     def tokens_to_repay_setup(self, n_prompt: int) -> float:
         """Return how many answer tokens it takes to make up for building the index and the means.
 
-        Return 0 if that is unknown, and infinity if sparse attention is not faster. If a slope is unknown, assume the
-        best case for sparse attention.
+        Return 0 if measurements are missing, and infinity if sparse attention is not faster. If a
+        slope is unknown, assume the best case for sparse attention.
         """
         lines = self.lines
         if not {DECODE_SPARSE, DECODE_FULL, SETUP} <= lines.keys():
@@ -187,7 +195,7 @@ class Speed:
         prompt_mean, answer_mean = n_prompt / 2, n_prompt + n_answer / 2
         full_prefill = n_prompt * full_bound(lines[READ_FULL], prompt_mean)
         full_answer = n_answer * full_bound(lines[DECODE_FULL], answer_mean)
-        sparse_prefill = full_prefill  # without measurements of sparse chunks, assume full ones
+        sparse_prefill = full_prefill  # assumed if sparse chunks were not measured
         if READ_SPARSE in lines:
             sparse_prefill = n_prompt * sparse_bound(lines[READ_SPARSE], prompt_mean)
         setup = sparse_bound(lines[SETUP], n_prompt)
@@ -206,7 +214,10 @@ class Speed:
 
 
 def speed_of(model: Any, sparse: Sparse) -> Speed:
-    """Return this machine's speed record for a model with the setting `sparse`. It is empty without measurements."""
+    """Return this machine's speeds for a model with the setting `sparse`.
+
+    Return an empty `Speed` if nothing was measured.
+    """
     speeds = _load_record()
     if not speeds:
         return Speed()
@@ -227,7 +238,8 @@ def record_measurements(model: Any, sparse: Sparse, measurements: list[Measureme
         return
     speeds = _load_record()
     earlier_speed = speeds.pop(key, Speed())
-    speeds[key] = earlier_speed.with_measurements(measurements)  # inserted last, as the latest key
+    # The key is inserted last, because the first keys are dropped.
+    speeds[key] = earlier_speed.with_measurements(measurements)
     latest_speeds = list(speeds.items())[-MAX_KEYS:]
     content = {"format": FORMAT, "speeds": {key: speed.lines for key, speed in latest_speeds}}
     with contextlib.suppress(OSError, ValueError):
@@ -246,7 +258,7 @@ def record_path() -> Path | None:
 
 
 def _load_record() -> dict[str, Speed]:
-    """Read the record. Return an empty dict if there is no readable file in this format."""
+    """Read the record. Return an empty dict if the file is missing, broken or in another format."""
     path = record_path()
     if path is None:
         return {}
@@ -258,12 +270,23 @@ def _load_record() -> dict[str, Speed]:
             key: Speed({kind: _parse_line(sums) for kind, sums in lines.items()})
             for key, lines in content["speeds"].items()
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ):
         return {}
 
 
 def _parse_line(sums: Any) -> Line:
-    """Parse the weighted sums of a `Line`. Raises: ValueError, TypeError: the sums can't come from measurements."""
+    """Parse the weighted sums of a `Line`.
+
+    Raises: ValueError, TypeError, OverflowError: the sums can't come from measurements.
+    """
     line = Line(*map(float, sums))
     if not all(map(math.isfinite, line)) or line.weight <= 0 or line.sum_y <= 0:
         raise ValueError("no measurements have these sums")
@@ -271,7 +294,7 @@ def _parse_line(sums: Any) -> Line:
 
 
 def _record_key(model: Any, sparse: Sparse) -> str | None:
-    """Return the key for measurements: the machine, the versions, the model's shape and the method.
+    """Return the key for measurements: the machine, versions, model shape and sparse setting.
 
     Return None if the model's shape can't be determined.
     """

@@ -116,6 +116,7 @@ def test_other_machines_and_versions_have_their_own(record, model, name, monkeyp
         b'{"format": 1, "speeds": {"a": {"setup": [1, 2, 3, NaN, 5]}}}',
         b'{"format": 1, "speeds": {"a": {"setup": [0, 0, 0, 0, 0]}}}',
         b'{"format": 1, "speeds": {"a": {"setup": [1, 2, 3, 4, 5, 6]}}}',
+        b'{"format": 1, "speeds": {"a": {"setup": [1, 2, 3, 4, 1%s]}}}' % (b"0" * 400),
     ],
 )
 def test_an_unreadable_file_is_ignored_and_replaced(record, model, content):
