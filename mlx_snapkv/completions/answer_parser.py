@@ -154,7 +154,7 @@ class AnswerParser:
         )
 
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
-        """End the current call, if any. Return the calls parsed from its text, or the text if there are none.
+        """End the current call, if any. Return the calls parsed from its text, or else the text itself.
 
         The text is returned as reasoning if the call is complete and inside reasoning. `is_complete` is
         False if the answer ended without the call's end marker.
