@@ -9,7 +9,7 @@ from .answer_parser import Reply
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the response body for a finished answer. `extra` becomes the body's `mlx_snapkv` field."""
+    """Return the response body for a finished answer, with `extra` as its `mlx_snapkv` field."""
     request = answer.request
     body = {
         **body_head(request.chat, model),
@@ -66,8 +66,8 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
     }
     if uses_functions and reply.calls:
         first_call = reply.calls[0]
-        # Only streamed calls have an index, because a part may contain a later call. A complete answer
-        # contains all calls.
+        # Only streamed calls have an index, because a part may contain a later call. A complete
+        # answer contains all calls.
         is_first_of_answer = first_call.get("index", 0) == 0
         if is_first_of_answer:
             fields["function_call"] = first_call["function"]

@@ -37,7 +37,8 @@ class AnswerParser:
     - A marker inside a call's argument is part of the argument.
     - A marker inside the requested JSON is text.
     - A call inside reasoning does not end the reasoning.
-    - A call that can't be parsed is text. If the call is complete and inside reasoning, it is reasoning.
+    - A call that can't be parsed is text. If the call is complete and inside reasoning, it is
+      reasoning.
 
     Attributes:
         state: state of the last segment: "normal", "reasoning", "tool", or another state that the tokenizer defines.
@@ -49,7 +50,7 @@ class AnswerParser:
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
         self._tools = request.tools
-        # An answer of the kind "call" has no call markers, so everything outside reasoning is the call.
+        # A "call" answer has no call markers, so everything outside reasoning is the call.
         self._answer_is_call = answer_format is not None and answer_format.kind == "call"
         self._tool_parser = (
             json_tools.parse_tool_call if self._answer_is_call else tokenizer.tool_parser
@@ -107,9 +108,10 @@ class AnswerParser:
         return parts
 
     def _split_letter(self, letter: str) -> list[Segment]:
-        """Add a letter, and return the new segments. If a marker turns out to be text, correct the state.
+        """Add a letter, and return the new segments.
 
-        A tool call replaces the required JSON, so no JSON is expected once a call has started.
+        If a marker turns out to be text, the state is corrected. A tool call replaces the required
+        JSON, so no JSON is expected once a call has started.
         """
         state_before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
@@ -154,10 +156,10 @@ class AnswerParser:
         )
 
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
-        """End the current call, if any. Return the calls parsed from its text, or else the text itself.
+        """End the current call, if any. Return the parsed calls, or the text if it can't be parsed.
 
-        The text is returned as reasoning if the call is complete and inside reasoning. `is_complete` is
-        False if the answer ended without the call's end marker.
+        The text is returned as reasoning if the call is complete and inside reasoning.
+        `is_complete` is False if the answer ended without the call's end marker.
         """
         call_text = self._call_text
         self._call_text = ""
@@ -171,7 +173,7 @@ class AnswerParser:
         return [Reply(call_text)]
 
     def _parse_calls(self, call_text: str, is_complete: bool) -> list[dict[str, Any]]:
-        """Parse the text after a call's start marker. Small models sometimes write the marker twice."""
+        """Parse the text after a call's start marker, which small models sometimes write twice."""
         marker = self._call_start_marker
         has_second_marker = bool(marker) and call_text.lstrip().startswith(marker)
         if has_second_marker:
@@ -181,10 +183,10 @@ class AnswerParser:
     def _end_unfinished_call(self) -> list[Reply]:
         """Return the last parts of an answer that ends without the current call's end marker.
 
-        Until now, end markers in the call's text counted as part of an argument. If the whole text is
-        not a valid call, one of these markers must have ended the call. It is the first marker that
-        comes after a valid call. If there is no valid call, it is the first marker of all. The text
-        after the marker is parsed again.
+        Until now, end markers in the call's text counted as part of an argument. If the whole text
+        is not a valid call, one of these markers must have ended the call. It is the first marker
+        that comes after a valid call. If there is no valid call, it is the first marker of all. The
+        text after the marker is parsed again.
         """
         call_text = self._call_text
         marker = self._call_end_marker  # empty if the model's calls have no end marker

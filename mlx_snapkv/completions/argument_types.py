@@ -41,7 +41,7 @@ def properties_of(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """Return the names of the JSON types that a schema allows, or an empty set if the types are unknown.
+    """Return the names of the JSON types that a schema allows, or an empty set if none are known.
 
     Args:
         schema: the schema of one argument.
@@ -117,7 +117,7 @@ def convert_argument(text: str, types: set[str]) -> Any:
     """Convert an argument's text to one of the allowed types, or return it unchanged.
 
     If strings are allowed too, the text may be meant as a string. Lists and objects are still
-    converted, but numbers, booleans and null are converted only if the text is exactly the value's JSON.
+    converted, but numbers, booleans and null only if the text is exactly the value's JSON.
 
     Args:
         text: the argument as the model wrote it, including surrounding whitespace.

@@ -1,4 +1,4 @@
-"""Apply chat templates, and convert their errors to SnapKVError. This module has no slow imports."""
+"""Apply chat templates, and convert their errors to SnapKVError, without slow imports."""
 
 import contextlib
 from collections.abc import Iterator

@@ -35,13 +35,13 @@ CANDIDATES_SHARE = 0.99
 class Constraint:
     """A logits processor that allows only tokens that follow the answer's grammar.
 
-    mlx-lm's generation loops call the constraint once per token, with all tokens so far. The last token
-    is sometimes not evaluated yet. Loops with a draft model drop rejected tokens, and the constraint then
-    rolls back as well.
+    mlx-lm's generation loops call the constraint once per token, with all tokens so far. The last
+    token is sometimes not evaluated yet. Loops with a draft model drop rejected tokens, and the
+    constraint then rolls back as well.
 
-    Near `max_tokens`, enough tokens are reserved to close JSON. A token that would leave too few tokens
-    is not allowed. If that token is the model's most likely one, the JSON is closed at once. Calls are
-    never closed early, because the client would run them with truncated arguments.
+    Near `max_tokens`, enough tokens are reserved to close JSON. A token that would leave too few
+    tokens is not allowed. If that token is the model's most likely one, the JSON is closed at once.
+    Calls are never closed early, because the client would run them with truncated arguments.
 
     Args:
         tokenizer: the model's tokenizer. The grammar is compiled for it.
@@ -52,7 +52,7 @@ class Constraint:
         format: the answer's format.
         closed_early: whether the JSON was closed before the model ended it.
 
-    Raises: SnapKVError: the grammar can't be enforced, or the JSON needs more than `max_tokens` tokens.
+    Raises: SnapKVError: the grammar can't be enforced, or `max_tokens` is too few for the JSON.
     """
 
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
@@ -66,8 +66,8 @@ class Constraint:
         self._matcher.consume_tokens(prefill_tokens)
         self._n_prompt: int | None = None
         self._answer_tokens: list[int] = []
-        # Number of answer tokens that the matcher has consumed. After the end of the grammar, the matcher
-        # consumes no more tokens.
+        # Number of answer tokens that the matcher has consumed. After the end of the grammar, the
+        # matcher consumes no more tokens.
         self._n_consumed = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
         self._max_end_growth = _max_end_growth(answer_format.grammar, self._vocabulary)
@@ -94,11 +94,11 @@ class Constraint:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
         has_one_more = n_answer == len(self._answer_tokens) + 1
-        # If there is not exactly one new token, the loop may have dropped and replaced answer tokens, so
-        # read the whole answer again.
+        # If there is not exactly one new token, the loop may have dropped and replaced answer
+        # tokens, so read the whole answer again.
         unread_tokens = tokens[-1:] if has_one_more else tokens[self._n_prompt :]
-        # Start computing the logits. The CPU usually builds the mask at the same time, because the mask
-        # rarely depends on the logits.
+        # Start computing the logits. The CPU usually builds the mask at the same time, because the
+        # mask rarely depends on the logits.
         mx.async_eval(unread_tokens)
         mx.async_eval(logits)
         new_tokens: Any = unread_tokens.tolist()
@@ -201,8 +201,9 @@ class Constraint:
     def _current_end(self, n_left: int) -> list[int] | None:
         """Return a short end after the answer so far.
 
-        If the last token was tried before it was chosen, the end that was found then is reused. Return None if no
-        end of at most `n_left` tokens is found, or if the answer is still reasoning.
+        If the last token was tried before it was chosen, the end that was found then is reused.
+        Return None if no end of at most `n_left` tokens is found, or if the answer is still
+        reasoning.
         """
         end_after_candidate = self._end_after_candidate
         self._end_after_candidate = {}
@@ -222,10 +223,10 @@ class Constraint:
         return short_end(matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
 
     def _surely_fitting(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
-        """Return a mask of the allowed tokens that leave room for a short end and need not be tried.
+        """Return a mask of the allowed tokens that are certain to leave room for a short end.
 
-        If the answer is inside a string and there are enough spare tokens, these are the tokens without
-        quotes or backslashes. Otherwise, the mask is empty.
+        These tokens need not be tried. They are the tokens without quotes or backslashes if the
+        answer is inside a string and there are enough spare tokens. Otherwise, the mask is empty.
         """
         has_spare_tokens = n_spare > MAX_END_GROWTH_IN_STRING
         if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):
@@ -257,8 +258,8 @@ class Constraint:
 def _max_end_growth(grammar: str, vocabulary: LLTokenizer) -> int:
     """Return an upper bound on the number of tokens by which one token lengthens the short end.
 
-    A token may start an object or array, whose required contents must then follow. The contents are at
-    most as long as the grammar, except that minimum counts such as `minItems` can multiply their length.
+    A token may start an object or array, whose required contents must then follow. The contents are
+    at most as long as the grammar, multiplied by minimum counts such as `minItems`.
     """
     n_grammar_tokens = len(vocabulary.greedy_tokenize(grammar))
     min_counts = map(int, MIN_COUNT.findall(grammar))

@@ -47,8 +47,8 @@ class AnswerFormat:
         kind: "json" for JSON that follows a schema. "marked call" for a call in the model's own format, including its
             markers. "call" for a call as a JSON object with name and arguments, used if there is no grammar for the
             model's own format.
-        prefill: the start of the JSON at the end of the prompt, which the answer continues. Empty if the
-            answer contains the whole JSON.
+        prefill: the start of the JSON at the end of the prompt, which the answer continues. Empty
+            if the answer contains the whole JSON.
         note: a sentence for the client about what is not enforced, or "".
     """
 
@@ -68,7 +68,8 @@ def json_format(
         tokenizer: the model's tokenizer, with its reasoning and call markers.
         state: initial state of mlx-lm's `TextStateMachine`, or None for answers without reasoning.
         schema_name: how errors refer to the schema.
-        may_call: whether tool calls are allowed instead of the JSON. The format of such calls is not enforced.
+        may_call: whether tool calls are allowed instead of the JSON. The format of such calls is
+            not enforced.
 
     Raises: SnapKVError: the schema can't be enforced.
     """
@@ -83,10 +84,10 @@ def json_format(
 def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
     """Return the format for an answer that continues `prefill`, which may end with the start of the JSON.
 
-    The JSON starts at the first bracket from which the grammar accepts the rest of the prefill. If there
-    are no brackets, the whole prefill is tried. The grammar forbids trailing whitespace and line breaks,
-    so they are dropped if necessary. If the grammar accepts no part of the prefill, the answer must
-    contain the whole JSON.
+    The JSON starts at the first bracket from which the grammar accepts the rest of the prefill. If
+    there are no brackets, the whole prefill is tried. The grammar forbids trailing whitespace and
+    line breaks, so they are dropped if necessary. If the grammar accepts no part of the prefill,
+    the answer must contain the whole JSON.
     """
     bracket_positions = [match.start() for match in re.finditer(r"[\[{]", prefill)]
     starts_of_json = [prefill[position:] for position in bracket_positions[:MAX_PREFILL_STARTS]]
@@ -105,7 +106,7 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
 
 
 def _spellings(json_text: str) -> list[str]:
-    """Return the start of JSON unchanged, without trailing whitespace, without line breaks, and without both."""
+    """Return the start of JSON unchanged, and without trailing whitespace, line breaks, or both."""
     on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # JSON strings contain no line breaks
     spellings = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
     return list(dict.fromkeys(spellings))
@@ -114,8 +115,8 @@ def _spellings(json_text: str) -> list[str]:
 def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
     """Return the format for one call to one of the tools.
 
-    If the schemas of all tools together are too large to be enforced, arguments can be any object, and
-    `note` says so.
+    If the schemas of all tools together are too large to be enforced, arguments can be any object,
+    and `note` says so.
 
     Raises: SnapKVError: a tool has no name, or its parameter schema can't be enforced.
     """
@@ -212,7 +213,7 @@ def _arguments_schema(name: str, parameters: Any) -> Schema:
 def _lists_all_properties(schema: dict[str, Any]) -> bool:
     """Return whether `properties` lists all properties that an object may or must have.
 
-    If so, all required properties are in `properties`, and no other keyword can allow further properties.
+    If so, all required properties are in `properties`, and no other keyword can allow more.
     """
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
@@ -226,8 +227,8 @@ def _lists_all_properties(schema: dict[str, Any]) -> bool:
 def _combines_schemas(schema: Any) -> bool:
     """Return whether several parts of a schema may describe the same object.
 
-    Such parts must not forbid additional properties, because one part would then forbid the properties
-    that another part names.
+    Such parts must not forbid additional properties, because one part would then forbid the
+    properties that another part names.
     """
     if isinstance(schema, list):
         return any(map(_combines_schemas, schema))

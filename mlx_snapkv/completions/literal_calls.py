@@ -39,7 +39,8 @@ class Notation:
             if calls have no header.
         quotes: string delimiters, longest first.
         escapes: whether a backslash in a string escapes the next character.
-        is_json: whether arguments are JSON. If so, unquoted text is an error, and slashes can be escaped.
+        is_json: whether arguments are JSON. If so, unquoted text is an error, and slashes can be
+            escaped.
         end: text that follows each call, or "".
     """
 
@@ -148,16 +149,16 @@ def _read_literal(text: str, start: int, notation: Notation, is_complete: bool) 
 class LiteralReader:
     """Reads a literal, and tolerates how models write literals.
 
-    Keys can be unquoted, strings can have any of the notation's quotes, and constants can be Python's or
-    JSON's. A comma after the last item and doubled outer braces are allowed. Unless the notation is JSON,
-    an unquoted value that is neither a constant nor a number is text.
+    Keys can be unquoted, strings can have any of the notation's quotes, and constants can be
+    Python's or JSON's. A comma after the last item and doubled outer braces are allowed. Unless the
+    notation is JSON, an unquoted value that is neither a constant nor a number is text.
 
     Attributes:
         position: current position in the text.
     """
 
     def __init__(self, text: str, position: int, notation: Notation, is_complete: bool = False):
-        """Start at `position`. If `is_complete`, the closing brackets at the end of the text are optional."""
+        """Start at `position`. If `is_complete`, closing brackets at the end are optional."""
         self.position = position
         self._text = text
         self._notation = notation
@@ -230,7 +231,7 @@ class LiteralReader:
         return [self.read_value(in_list=True) for _ in self._before_each_item(closer)]
 
     def _before_each_item(self, closer: str) -> Iterator[None]:
-        """Read brackets and the commas between items. Yield wherever the caller must read an item."""
+        """Read brackets and commas between items. Yield wherever the caller must read an item."""
         self.position += 1  # the opening bracket
         while not self._read_closer(closer):
             yield
@@ -271,7 +272,7 @@ class LiteralReader:
         text_before, text_after = self._text[: self.position], self._text[self.position :]
         call_end = self._notation.end
         is_at_end = not text_after or (call_end != "" and text_after.startswith(call_end))
-        # If the text ends without any bracket, the last value may have been cut off.
+        # If the text does not end with a bracket, its last value may have been cut off.
         follows_bracket = text_before.rstrip().endswith(("}", "]", ")"))
         return self._is_complete and is_at_end and follows_bracket
 
@@ -287,7 +288,7 @@ class LiteralReader:
         return match[0]
 
     def _skip_match(self, pattern: str) -> bool:
-        """Skip the text that matches a pattern at the current position. Return whether there was a match."""
+        """Skip any text that matches a pattern here. Return whether the pattern matched."""
         match = re.compile(pattern).match(self._text, self.position)
         if match is None:
             return False

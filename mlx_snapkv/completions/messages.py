@@ -81,9 +81,10 @@ def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
 
     Args:
         item: the message or item, as the client sent it.
-        may_have_media: whether media in a user or system message are described to the model rather than
-            rejected. True after a tool result, because clients send the tool's images there. Also true for
-            messages that have already been answered, because another model may have read their media.
+        may_have_media: whether media in a user or system message are described to the model rather
+            than rejected. True after a tool result, because clients send the tool's images there.
+            Also true for messages that have already been answered, because another model may have
+            read their media.
 
     Raises: ValueError: the item has an unknown format, only refers to an earlier response, or has media that must be
         rejected.
@@ -187,7 +188,10 @@ def _join_parts(role: str, parts: Iterable[TextPart], separator: str) -> Message
 
 
 def _result_message(item: dict[str, Any], call_id: Any, content: Any) -> Message:
-    """Convert a tool result to a message. If `item` reports an error that is not in the text, prepend it."""
+    """Convert a tool result to a message.
+
+    If `item` reports an error that the result's text does not contain, the error is prepended.
+    """
     parts = []
     for part in text_parts(content):
         # A part with a note is a placeholder. Drop the line breaks around it, because the separator
@@ -214,7 +218,7 @@ def _failure_text(item: dict[str, Any]) -> str:
 
 
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool call from any API to OpenAI's format, but keep the arguments as a value, not JSON text."""
+    """Convert a tool call from any API to OpenAI's format, but with the arguments as a value."""
     # The name and arguments may be in a nested object.
     nested_objects = [
         call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)

@@ -63,7 +63,7 @@ def render(
         may_continue: whether the answer continues the text of a final assistant message, if there is one.
 
     Raises: SnapKVError: there is no template, the template does not support `tools`, an option is
-        reserved, or every rewrite fails. If every rewrite fails, the first rewrite's error is raised.
+        reserved, or every rewrite fails. Then the first rewrite's error is raised.
     """
     _require_renderable(tokenizer, tools, options)
     options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
@@ -115,7 +115,7 @@ def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
 def _template_tokens(
     tokenizer, messages: list[dict[str, Any]], options: dict[str, Any], prefill: str
 ) -> Any:
-    """Return the chat's token ids. If there is a `prefill`, the prompt ends with the last message's text."""
+    """Return the chat's token ids, which end with the last message's text if it is a prefill."""
     if not prefill:
         return apply_template(tokenizer, messages, **options)
     text = continued_text(tokenizer, messages, options)
@@ -136,8 +136,9 @@ def _drops_calls(tokenizer, turns: list[Message]) -> bool:
 def initial_state(tokenizer, rendered: Rendered) -> str:
     """Return the state of mlx-lm's `TextStateMachine` in which the answer starts: "normal" or "reasoning".
 
-    If there is a prefill, the state depends on whether the prefill ends inside reasoning. Otherwise, it is
-    the tokenizer's `response_initial_state`, or depends on the generation prompt if that is not set.
+    If there is a prefill, the state depends on whether the prefill ends inside reasoning.
+    Otherwise, it is the tokenizer's `response_initial_state`, or depends on the generation prompt
+    if that is not set.
     """
     if rendered.prefill:
         starts_reasoning = tokenizer.has_thinking and ends_in_thoughts(rendered.prefill, tokenizer)

@@ -125,8 +125,8 @@ def make_alternating(turns: list[Message]) -> list[Message]:
     return new_turns
 
 
-# Each alternative is tried twice: first with the system message unchanged, then with the system message
-# turned into a user message.
+# Each alternative is tried twice: first with the system message unchanged, then with the system
+# message turned into a user message.
 ALTERNATIVES: list[tuple[Change, ...]] = [
     (),
     (partial(_convert_arguments, as_text=False),),
@@ -168,7 +168,7 @@ def rewrite(
 
 
 def _describe_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fill in each tool's missing fields, which templates may read. If a tool has no function, change nothing."""
+    """Give each tool every field that templates may read. If a tool has no function, change nothing."""
     default_function = {"description": "", "parameters": {}}
     default_schema = {"type": "object", "properties": {}, "required": []}
     described_tools = []

@@ -22,11 +22,11 @@ class Tags:
     Attributes:
         call: start of a call, with the group `name`.
         call_end: end of a call.
-        argument: start of an argument, with the group `key`, and with `type` if the format has types. If a tag
-            has no key, its value is a JSON object with all arguments.
+        argument: start of an argument, with the group `key`, and with `type` if the format has
+            types. If a tag has no key, its value is a JSON object with all arguments.
         argument_end: end of an argument.
-        ends_at_marker: whether the model's end marker is also the end of the last call. If so, the text
-            between the markers does not end with a `call_end`.
+        ends_at_marker: whether the model's end marker is also the end of the last call. If so, the
+            text between the markers does not end with a `call_end`.
         has_cdata: whether a value may be a CDATA section.
     """
 
@@ -49,12 +49,15 @@ class Tags:
 
     @cached_property
     def argument_tag(self) -> re.Pattern[str]:
-        """Return the expression for an argument's start or end, as the group `argument` or `argument_end`."""
+        """Return the expression for the start or end of an argument.
+
+        The name of the matching group is the kind of tag: `argument` or `argument_end`.
+        """
         return re.compile(f"(?P<argument>{self.argument})|(?P<argument_end>{self.argument_end})")
 
     @cached_property
     def final_call_end(self) -> re.Pattern[str]:
-        """Return the expression for a call's end that is followed by another call or the end of the text."""
+        """Return the expression for a call's end before another call or the end of the text."""
         return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
 
     @cached_property
@@ -232,9 +235,9 @@ def _find_closing_tag(
 ) -> tuple[int, int]:
     """Return the start and the end of a value's closing tag.
 
-    A value may contain tags as text. The closing tag is the first that meets two conditions: it does
-    not close an argument inside the value, and it is followed by the next argument or the end of the
-    call. If there is no such tag but the text is complete, the value's end is guessed.
+    A value may contain tags as text. The closing tag is the first that meets two conditions: it
+    does not close an argument inside the value, and it is followed by the next argument or the end
+    of the call. If there is no such tag but the text is complete, the value's end is guessed.
 
     Raises: UnclosedArgument: the value has no end.
     """
@@ -258,9 +261,9 @@ def _guess_closing_tag(
 ) -> tuple[int, int]:
     """Guess where a value ends if its closing tag is missing or followed by unexpected text.
 
-    The value's limit is the start of the next argument that the tool expects, or of the end of the call.
-    The last closing tag before the limit is used. If there is no such tag, the value ends at the limit,
-    without a final line break. Return the start and the end of the closing tag.
+    The value's limit is the start of the next argument that the tool expects, or of the end of the
+    call. The last closing tag before the limit is used. If there is no such tag, the value ends at
+    the limit, without a final line break. Return the start and the end of the closing tag.
 
     Raises: UnclosedArgument: the value has neither a closing tag nor a limit.
     """
