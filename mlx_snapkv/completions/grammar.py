@@ -21,7 +21,7 @@ TOO_LARGE_NOTE = "the tools' parameters are left out: together they are too larg
 # Keywords that may allow properties that are not in `properties`.
 MAY_ALLOW_MORE = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
 LITERAL_KEYWORDS = {"const", "enum", "default", "examples"}  # their values are never schemas
-# Values of `format` that llguidance enforces. Validators are allowed to ignore all others.
+# Values of `format` that llguidance enforces. JSON Schema lets validators ignore all others.
 ENFORCED_FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 # Keywords whose value is an object that maps names to schemas.
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -47,8 +47,8 @@ class AnswerFormat:
         kind: "json" for JSON that follows a schema. "marked call" for a call in the model's own format, including its
             markers. "call" for a call as a JSON object with name and arguments, used if there is no grammar for the
             model's own format.
-        prefill: the start of the JSON at the end of the prompt, which the answer continues. Empty
-            if the answer contains the whole JSON.
+        prefill: the start of the JSON, if the prompt ends with it and the answer contains only the rest. "" if the
+            answer contains the whole JSON.
         note: a sentence for the client about what is not enforced, or "".
     """
 
@@ -84,10 +84,9 @@ def json_format(
 def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
     """Return the format for an answer that continues `prefill`, which may end with the start of the JSON.
 
-    The JSON starts at the first bracket from which the grammar accepts the rest of the prefill. If
-    there are no brackets, the whole prefill is tried. The grammar forbids trailing whitespace and
-    line breaks, so they are dropped if necessary. If the grammar accepts no part of the prefill,
-    the answer must contain the whole JSON.
+    The JSON starts at the first bracket from which the grammar accepts the rest of the prefill. If there are no
+    brackets, the whole prefill is tried. The grammar forbids trailing whitespace and line breaks, so they are dropped
+    if necessary. If nothing is accepted, the answer must contain the whole JSON.
     """
     bracket_positions = [match.start() for match in re.finditer(r"[\[{]", prefill)]
     starts_of_json = [prefill[position:] for position in bracket_positions[:MAX_PREFILL_STARTS]]
@@ -106,7 +105,7 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
 
 
 def _spellings(json_text: str) -> list[str]:
-    """Return the start of JSON unchanged, and without trailing whitespace, line breaks, or both."""
+    """Return versions of the start of JSON: unchanged, and without trailing whitespace, line breaks or both."""
     on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # JSON strings contain no line breaks
     spellings = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
     return list(dict.fromkeys(spellings))
@@ -132,7 +131,7 @@ def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> Answ
 
 
 def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
-    """Return the answer format for a call. The call follows the model's own notation if possible.
+    """Return the format for a call, in the model's own format if possible.
 
     `schemas` maps tool names to the schemas of their arguments. Mistral models write
     `[TOOL_CALLS]NAME[ARGS]{...}`, and older ones `[TOOL_CALLS][{...}]`.
@@ -213,7 +212,7 @@ def _arguments_schema(name: str, parameters: Any) -> Schema:
 def _lists_all_properties(schema: dict[str, Any]) -> bool:
     """Return whether `properties` lists all properties that an object may or must have.
 
-    If so, all required properties are in `properties`, and no other keyword can allow more.
+    That is the case if it includes all required properties, and no other keyword can allow more.
     """
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
@@ -292,7 +291,7 @@ def _simplify(schema: Any) -> Any:
 def _is_unrestrictive(keyword: str, value: Any) -> bool:
     """Return whether a keyword can be dropped because its value restricts nothing.
 
-    llguidance rejects such keywords even if they restrict nothing.
+    llguidance would reject the keyword.
     """
     if value is None:  # some languages write an empty list as null
         return keyword != "default"

@@ -22,7 +22,7 @@ from .prompt import Prompt, tokenize
 from .sampler import make_sampler
 from .tool_choice import ToolChoice
 
-# Unknown fields that need no warning, because ignoring them does not change this answer.
+# Unknown fields that need no warning, because ignoring them does not change the answer.
 FIELDS_WITHOUT_EFFECT = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
@@ -74,9 +74,8 @@ class CompletionRequest:
         initial_state: state of mlx-lm's `TextStateMachine` at the start of the answer, "normal" or "reasoning".
         tools: the tools in the chat template, in OpenAI's format, or None if no tool may be called.
         chat: whether the answer is a chat message rather than a text that continues the prompt.
-        n_logprobs: how many of the most likely tokens to report at each position, besides the
-            answer token. 0 reports only the answer token's log-probability, and None reports
-            nothing.
+        n_logprobs: number of most likely tokens to report at each position, in addition to the log-probability of the
+            answer token. None if no log-probabilities are reported.
         ignored: names of unknown fields in the body.
         warnings: sentences about ignored parts of the body.
         constraint: enforces a schema or a tool call, if the body requires one.
@@ -211,8 +210,8 @@ def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
 def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | None:
     """Return the format that the answer must have, or None if any text is allowed.
 
-    If `tool_choice` forces a call, it is the format of that call. Otherwise, it is the JSON that
-    `response_format` requires.
+    If `tool_choice` forces a call, it is the format of that call. Otherwise, it is the format of
+    the JSON that `response_format` requires.
 
     Raises: SnapKVError: there is no tool for a forced call, or a schema can't be enforced.
     """
