@@ -44,7 +44,7 @@ class Completion:
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
-        # Count before parsing, because the end of the reasoning changes the parser's state.
+        # Count before parsing, so that the end marker is counted as well.
         if self._parser.state == "reasoning":
             self.n_reasoning += 1
         if finish_reason != "stop":  # the end-of-answer token has no text

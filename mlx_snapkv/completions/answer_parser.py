@@ -37,8 +37,7 @@ class AnswerParser:
     - A marker inside a call's argument is part of the argument.
     - A marker inside the requested JSON is text.
     - A call inside reasoning does not end the reasoning.
-    - A call that can't be parsed is text. If the call is complete and inside reasoning, it is
-      reasoning.
+    - A call that can't be parsed is text, or reasoning if the call is complete and inside reasoning.
 
     Attributes:
         state: state of the last segment: "normal", "reasoning", "tool", or another state that the tokenizer defines.
@@ -183,10 +182,9 @@ class AnswerParser:
     def _end_unfinished_call(self) -> list[Reply]:
         """Return the last parts of an answer that ends without the current call's end marker.
 
-        Until now, end markers in the call's text counted as part of an argument. If the whole text
-        is not a valid call, one of these markers must have ended the call. It is the first marker
-        that comes after a valid call. If there is no valid call, it is the first marker of all. The
-        text after the marker is parsed again.
+        Until now, end markers in the call's text counted as part of an argument. If the whole text is not a valid call,
+        one of these markers must have ended the call: the first one with a valid call before it, or else the very
+        first. The text after that marker is parsed again.
         """
         call_text = self._call_text
         marker = self._call_end_marker  # empty if the model's calls have no end marker
