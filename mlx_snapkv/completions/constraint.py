@@ -225,8 +225,8 @@ class Constraint:
     def _surely_fitting(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
         """Return a mask of the allowed tokens that are certain to leave room for a short end.
 
-        These tokens need not be tried. They are the tokens without quotes or backslashes if the
-        answer is inside a string and there are enough spare tokens. Otherwise, the mask is empty.
+        These tokens need not be tried. If the answer is inside a string and there are enough spare tokens, they are the
+        tokens without quotes or backslashes. Otherwise, no token is certain.
         """
         has_spare_tokens = n_spare > MAX_END_GROWTH_IN_STRING
         if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):

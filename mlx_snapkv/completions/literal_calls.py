@@ -147,7 +147,7 @@ def _read_literal(text: str, start: int, notation: Notation, is_complete: bool) 
 
 
 class LiteralReader:
-    """Reads a literal, and tolerates how models write literals.
+    """Reads a literal leniently, because models don't keep to the syntax.
 
     Keys can be unquoted, strings can have any of the notation's quotes, and constants can be
     Python's or JSON's. A comma after the last item and doubled outer braces are allowed. Unless the
@@ -231,7 +231,7 @@ class LiteralReader:
         return [self.read_value(in_list=True) for _ in self._before_each_item(closer)]
 
     def _before_each_item(self, closer: str) -> Iterator[None]:
-        """Read brackets and commas between items. Yield wherever the caller must read an item."""
+        """Read the brackets, and the commas between items. Yield before each item, so that the caller can read it."""
         self.position += 1  # the opening bracket
         while not self._read_closer(closer):
             yield
@@ -288,7 +288,7 @@ class LiteralReader:
         return match[0]
 
     def _skip_match(self, pattern: str) -> bool:
-        """Skip any text that matches a pattern here. Return whether the pattern matched."""
+        """Skip text that matches a pattern at the current position. Return whether the pattern matched."""
         match = re.compile(pattern).match(self._text, self.position)
         if match is None:
             return False

@@ -41,7 +41,7 @@ class Tags:
     def tag_outside_values(self) -> re.Pattern[str]:
         """Return the expression for a tag outside values.
 
-        The name of the matching group is the kind of tag: `argument`, `call` or `call_end`.
+        The matching group is named after the kind of tag: `argument`, `call` or `call_end`.
         """
         return re.compile(
             f"(?P<argument>{self.argument})|(?P<call>{self.call})|(?P<call_end>{self.call_end})"
@@ -51,13 +51,13 @@ class Tags:
     def argument_tag(self) -> re.Pattern[str]:
         """Return the expression for the start or end of an argument.
 
-        The name of the matching group is the kind of tag: `argument` or `argument_end`.
+        The matching group is named after the kind of tag: `argument` or `argument_end`.
         """
         return re.compile(f"(?P<argument>{self.argument})|(?P<argument_end>{self.argument_end})")
 
     @cached_property
     def final_call_end(self) -> re.Pattern[str]:
-        """Return the expression for a call's end before another call or the end of the text."""
+        """Return the expression for a call's end, followed by another call or the end of the text."""
         return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
 
     @cached_property
@@ -261,9 +261,9 @@ def _guess_closing_tag(
 ) -> tuple[int, int]:
     """Guess where a value ends if its closing tag is missing or followed by unexpected text.
 
-    The value's limit is the start of the next argument that the tool expects, or of the end of the
-    call. The last closing tag before the limit is used. If there is no such tag, the value ends at
-    the limit, without a final line break. Return the start and the end of the closing tag.
+    The value's limit is the start of the next argument that the tool expects, or the start of the call's end. The last
+    closing tag before the limit is used. If there is no such tag, the value ends at the limit, and a final line break
+    is dropped. Return the start and the end of the closing tag.
 
     Raises: UnclosedArgument: the value has neither a closing tag nor a limit.
     """
