@@ -1,4 +1,4 @@
-"""Apply chat templates, and convert their errors to SnapKVError, without slow imports."""
+"""Apply chat templates, and convert their errors to SnapKVError. This module imports nothing slow."""
 
 import contextlib
 from collections.abc import Iterator

@@ -103,7 +103,7 @@ def _one_call_each(turn: Message) -> list[Message]:
 def _acknowledge_results(turns: list[Message]) -> list[Message]:
     """Insert a short assistant turn before user turns that follow a call or a result.
 
-    Agents send reminders as user messages at these places.
+    Agents send reminders in such user turns.
     """
     new_turns: list[Message] = []
     for turn in turns:

@@ -32,7 +32,7 @@ def error_sentence(place: str, rule: str) -> str:
 
 
 def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
-    """Return a validator that rejects values if `is_valid` is false. For `rule`, see `require`."""
+    """Return a validator that rejects values for which `is_valid` is false. For `rule`, see `require`."""
 
     def validate(value: Any) -> Any:
         require(is_valid(value), rule, value)
@@ -88,7 +88,7 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
         return f"{place} is missing"
     if kind == "too_short":
         return f"{place} must not be empty"
-    # Other messages of pydantic use Python's terms, such as "dictionary or instance of ...".
+    # Pydantic's other messages use Python's terms, such as "dictionary or instance of ...".
     message = re.sub(" or (instance of|object to).*", "", error["msg"])
     message = message.replace("dictionary", "object")
     if message.startswith("Input "):
