@@ -1,4 +1,4 @@
-"""Assemble an answer token by token: text, reasoning, tool calls, stop strings and finish reason."""
+"""Assemble an answer from its tokens: text, reasoning, tool calls and finish reason."""
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import StreamingDetokenizer
@@ -39,11 +39,12 @@ class Completion:
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
         """Add a token, and return the parts of the answer that can no longer change.
 
-        `finish_reason` is mlx-lm's: None for every token but the last. A stop string can also end the answer.
+        `finish_reason` is mlx-lm's finish reason, which is None for all tokens except the last. A
+        stop string can end the answer earlier.
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
-        # Checked before parsing, so that the token that ends the reasoning still counts.
+        # Count before parsing, so that the end marker is counted as well.
         if self._parser.state == "reasoning":
             self.n_reasoning += 1
         if finish_reason != "stop":  # the end-of-answer token has no text
@@ -119,9 +120,10 @@ class StopMatcher:
         self.matched_stop: str | None = None
 
     def add(self, text: str) -> str:
-        """Return held-back text and `text`, up to a stop string or what may be the start of one.
+        """Add text, and return the text that is certain to precede any stop string.
 
-        Sets `matched_stop` once a stop string is complete.
+        The end of the text is held back if it may be the start of a stop string. Once a stop string
+        is complete, `matched_stop` is set.
         """
         *_, held_back = self._state
         open_text = held_back + text
@@ -143,9 +145,9 @@ class StopMatcher:
 
 
 def _new_detokenizer(tokenizer, continues_text: bool) -> StreamingDetokenizer:
-    """Return mlx-lm's detokenizer, set up to keep a leading space if the answer continues other text.
+    """Return a new detokenizer. It keeps the answer's leading space if the answer continues a text.
 
-    The detokenizer drops the space before its first word, so a dummy word is decoded first.
+    A detokenizer drops the space before its first word, so a dummy word is decoded first.
     """
     detokenizer = tokenizer.detokenizer
     if continues_text:

@@ -9,7 +9,7 @@ from .answer_parser import Reply
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the response body for a finished answer. `extra` becomes its `mlx_snapkv` field."""
+    """Return the response body for a finished answer, with `extra` as its `mlx_snapkv` field."""
     request = answer.request
     body = {
         **body_head(request.chat, model),
@@ -23,7 +23,7 @@ def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[s
 
 
 def body_head(is_chat: bool, model: str) -> dict[str, Any]:
-    """Return the first fields of a chat or text completion's response body."""
+    """Return the first fields of a response body, for a chat or a text completion."""
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -53,7 +53,7 @@ def answer_choice(answer: Completion, index: int = 0, logprobs: Any = None) -> d
 
 
 def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]:
-    """Return the non-empty fields of a message, or of a streamed part of one.
+    """Return the non-empty fields of a message, or of one streamed part of the message.
 
     Clients that send `functions` also get the first call as `function_call`.
     """
@@ -66,7 +66,8 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
     }
     if uses_functions and reply.calls:
         first_call = reply.calls[0]
-        # Only streamed calls have an index. In a complete answer, the list starts with the first call.
+        # A streamed part may contain only later calls, so streamed calls have an index. A complete answer starts with
+        # its first call.
         is_first_of_answer = first_call.get("index", 0) == 0
         if is_first_of_answer:
             fields["function_call"] = first_call["function"]
@@ -74,7 +75,10 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
 
 
 def usage_fields(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
-    """Return the `usage` field. If known, it includes `n_cached`, the number of prompt tokens from the prefix cache."""
+    """Return the `usage` field.
+
+    `n_cached` is the number of prompt tokens from the prefix cache. If None, it is not reported.
+    """
     fields: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,

@@ -37,7 +37,7 @@ class AnswerParser:
     - A marker inside a call's argument is part of the argument.
     - A marker inside the requested JSON is text.
     - A call inside reasoning does not end the reasoning.
-    - A call that can't be parsed is text, or reasoning if it ends inside reasoning.
+    - A call that can't be parsed is text, or reasoning if the call is complete and inside reasoning.
 
     Attributes:
         state: state of the last segment: "normal", "reasoning", "tool", or another state that the tokenizer defines.
@@ -49,14 +49,14 @@ class AnswerParser:
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
         self._tools = request.tools
-        # The kind "call" has no markers, so everything outside reasoning is part of the call.
+        # A "call" answer has no call markers, so everything outside reasoning is the call.
         self._answer_is_call = answer_format is not None and answer_format.kind == "call"
         self._tool_parser = (
             json_tools.parse_tool_call if self._answer_is_call else tokenizer.tool_parser
         )
         self._call_start_marker = tokenizer.tool_call_start
         self._call_end_marker = tokenizer.tool_call_end
-        # True while the required JSON has not started, and no tool call has started in its place.
+        # True until the required JSON, or a tool call in its place, starts.
         self._awaits_json = answer_format is not None and not continues_json
         # Text completions and answers that continue JSON have no markers.
         has_markers = request.chat and not continues_json
@@ -67,7 +67,7 @@ class AnswerParser:
         self._call_is_in_reasoning = False
 
     def parse(self, text: str, is_last: bool) -> list[Reply]:
-        """Return the parts of the answer that `text` completes.
+        """Parse the next text, and return the parts of the answer that can no longer change.
 
         Text that may be the start of a marker is held back, and a call is held back until it ends. If `is_last`,
         nothing is held back.
@@ -107,9 +107,10 @@ class AnswerParser:
         return parts
 
     def _split_letter(self, letter: str) -> list[Segment]:
-        """Return the segments that a letter completes. If a marker turns out to be text, correct the state.
+        """Add a letter, and return the new segments.
 
-        A tool call replaces the required JSON, so the parser stops waiting for the JSON.
+        If a marker turns out to be text, the state is corrected. A tool call replaces the required
+        JSON, so no JSON is expected once a call has started.
         """
         state_before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
@@ -127,9 +128,10 @@ class AnswerParser:
         return segments
 
     def _correct_call_end(self, segments: list[Segment]) -> list[Segment]:
-        """Return the segments at a call's end marker. If the marker is part of an argument, continue the call.
+        """Return the corrected segments at a call's end marker, and set the state after the marker.
 
-        After a call within reasoning, the reasoning continues.
+        If the marker is part of an argument, the call continues. After a call within reasoning, the
+        reasoning continues.
         """
         _, last_call_text = segments[0]
         if ends_within_argument(self._call_text + last_call_text, self._tool_parser):
@@ -153,10 +155,10 @@ class AnswerParser:
         )
 
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
-        """End the current call, if any. Return the calls parsed from it, or else its text.
+        """End the current call, if any. Return the parsed calls, or the text if it can't be parsed.
 
-        The text is reasoning if the call is complete and inside reasoning. `is_complete` is False if the answer ended
-        without the call's end marker.
+        The text is returned as reasoning if the call is complete and inside reasoning.
+        `is_complete` is False if the answer ended without the call's end marker.
         """
         call_text = self._call_text
         self._call_text = ""
@@ -170,7 +172,7 @@ class AnswerParser:
         return [Reply(call_text)]
 
     def _parse_calls(self, call_text: str, is_complete: bool) -> list[dict[str, Any]]:
-        """Parse the calls after a start marker. Small models may write the marker twice."""
+        """Parse the text after a call's start marker, which small models sometimes write twice."""
         marker = self._call_start_marker
         has_second_marker = bool(marker) and call_text.lstrip().startswith(marker)
         if has_second_marker:
@@ -181,7 +183,7 @@ class AnswerParser:
         """Return the last parts of an answer that ends without the current call's end marker.
 
         Until now, end markers in the call's text counted as part of an argument. If the whole text is not a valid call,
-        one of the markers must have ended the call: the first one with a valid call before it, or else the very
+        one of these markers must have ended the call: the first one with a valid call before it, or else the very
         first. The text after that marker is parsed again.
         """
         call_text = self._call_text

@@ -41,7 +41,7 @@ def properties_of(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """Return the names of the JSON types that a schema allows, or an empty set if unknown.
+    """Return the names of the JSON types that a schema allows, or an empty set if none are known.
 
     Args:
         schema: the schema of one argument.
@@ -69,7 +69,7 @@ def _all_types(
 def _types_without_alternatives(schema: dict[str, Any]) -> Iterator[str]:
     """Yield the types that a schema allows, ignoring alternatives such as `anyOf`.
 
-    Without a `type`, these are the types that other keywords imply.
+    If the schema has no `type`, the types are inferred from its other keywords.
     """
     type_field = schema.get("type")
     names = type_field if isinstance(type_field, list) else [type_field]
@@ -116,14 +116,14 @@ def _json_type(value: Any) -> str:
 def convert_argument(text: str, types: set[str]) -> Any:
     """Convert an argument's text to one of the allowed types, or return it unchanged.
 
-    If strings are allowed too, lists and objects are still converted, but numbers, booleans and null only if the text
-    is exactly their JSON.
+    If strings are allowed too, the text may be meant as a string. Lists and objects are still
+    converted, but numbers, booleans and null only if the text is exactly the value's JSON.
 
     Args:
-        text: what the model wrote, including surrounding whitespace.
+        text: the argument as the model wrote it, including surrounding whitespace.
         types: names of the allowed JSON types.
     """
-    allows_only_strings = types <= {"string"}  # also if no types are known
+    allows_only_strings = types <= {"string"}  # also true if the types are unknown
     if allows_only_strings:
         return text
     value = _parse_literal(text)
@@ -145,7 +145,7 @@ def convert_argument(text: str, types: set[str]) -> Any:
 def _parse_literal(text: str) -> Any:
     """Parse JSON, a Python list, tuple or dict, or a constant such as `None`.
 
-    Return any other text unchanged, and also NaN and infinity.
+    Other text, NaN and infinity are returned unchanged.
     """
     literal = text.strip()
     constant_name = literal.lower()

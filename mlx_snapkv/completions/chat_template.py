@@ -10,7 +10,8 @@ from ..errors import SnapKVError, brief
 def apply_template(tokenizer, messages: list[dict[str, Any]], /, **options: Any) -> Any:
     """Render messages with the chat template. Return token ids, or text if `tokenize=False`.
 
-    Options come from clients, so they may have any name, even `messages`.
+    Options come from clients and can have any name, even `messages`, so the other parameters are
+    positional-only.
 
     Raises: SnapKVError: the template or the tokenizer fails.
     """
@@ -20,7 +21,10 @@ def apply_template(tokenizer, messages: list[dict[str, Any]], /, **options: Any)
 
 @contextlib.contextmanager
 def converting_template_errors() -> Iterator[None]:
-    """Convert any exception in the `with` block to SnapKVError: templates and tokenizers are third-party code."""
+    """Convert any exception in the `with` block to SnapKVError.
+
+    Templates and tokenizers are third-party code, which may raise anything.
+    """
     try:
         yield
     except SnapKVError:

@@ -21,10 +21,10 @@ NO_QUOTES = r'start: /[^"\\]*/'  # text that can't end a JSON string
 # Inside a string, a token without quotes or backslashes lengthens the short end only if it leaves a character
 # incomplete. Completing the character takes at most this many tokens.
 MAX_END_GROWTH_IN_STRING = 3
-MAX_END_LENGTH = 512  # maximum length of a short end during the answer, in tokens
+MAX_END_LENGTH = 512  # maximum length of a short end once the answer has started, in tokens
 MAX_FIRST_END_LENGTH = 4096  # maximum length of a short end before the answer starts, in tokens
 MIN_COUNT = re.compile(r'"min(?:Items|Length|Properties)": (\d+)')  # e.g. `"minItems": 3`
-# Near `max_tokens`, at most this many tokens are tried at each position, most likely first.
+# Near `max_tokens`, at most this many tokens are tried per position, starting with the most likely.
 MAX_CANDIDATES = 8
 # If the short end is longer than this, trying a token takes milliseconds, so only the most likely tokens are tried, up
 # to a cumulative probability of CANDIDATES_SHARE.
@@ -35,12 +35,13 @@ CANDIDATES_SHARE = 0.99
 class Constraint:
     """A logits processor that allows only tokens that follow the answer's grammar.
 
-    mlx-lm's loops call it once per token, with all tokens so far. The last token may still be an unevaluated array.
-    Loops with a draft model go back to earlier tokens, and the constraint goes back with them.
+    mlx-lm's generation loops call the constraint once per token, with all tokens so far. The last
+    token is sometimes not evaluated yet. Loops with a draft model drop rejected tokens, and the
+    constraint then rolls back as well.
 
-    Enough of the `max_tokens` are reserved to close JSON. A token that would leave too few tokens is not allowed, and
-    if it is the model's most likely token, the JSON is closed at once. Calls are never closed early, because the client
-    would run them with truncated arguments.
+    Near `max_tokens`, enough tokens are reserved to close JSON. A token that would leave too few
+    tokens is not allowed. If that token is the model's most likely one, the JSON is closed at once.
+    Calls are never closed early, because the client would run them with truncated arguments.
 
     Args:
         tokenizer: the model's tokenizer. The grammar is compiled for it.
@@ -51,7 +52,7 @@ class Constraint:
         format: the answer's format.
         closed_early: whether the JSON was closed before the model ended it.
 
-    Raises: SnapKVError: the grammar can't be enforced, or the JSON needs more than `max_tokens`.
+    Raises: SnapKVError: the grammar can't be enforced, or `max_tokens` is too few for the JSON.
     """
 
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
@@ -65,13 +66,14 @@ class Constraint:
         self._matcher.consume_tokens(prefill_tokens)
         self._n_prompt: int | None = None
         self._answer_tokens: list[int] = []
-        # Number of answer tokens that the matcher has consumed. It consumes none after the end of the grammar.
+        # Number of answer tokens that the matcher has consumed. After the end of the grammar, the
+        # matcher consumes no more tokens.
         self._n_consumed = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
         self._max_end_growth = _max_end_growth(answer_format.grammar, self._vocabulary)
         # Search for a short end again once at most this many tokens are left.
         self._n_left_at_next_search = max_tokens
-        # For each token tried at the next position, the short end after it.
+        # Maps each token that was tried at the next position to the short end after that token.
         self._end_after_candidate: dict[int, list[int] | None] = {}
         # Remaining tokens of the short end while the JSON is being closed. None otherwise.
         self._remaining_end: list[int] | None = None
@@ -92,9 +94,11 @@ class Constraint:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
         has_one_more = n_answer == len(self._answer_tokens) + 1
-        # Unless there is exactly one new token, the loop may have gone back, so any answer token may differ.
+        # If there is not exactly one new token, the loop may have dropped and replaced answer
+        # tokens, so read the whole answer again.
         unread_tokens = tokens[-1:] if has_one_more else tokens[self._n_prompt :]
-        # The mask rarely depends on the logits, so the CPU usually builds it while the device computes them.
+        # Start computing the logits. The CPU usually builds the mask at the same time, because the
+        # mask rarely depends on the logits.
         mx.async_eval(unread_tokens)
         mx.async_eval(logits)
         new_tokens: Any = unread_tokens.tolist()
@@ -160,7 +164,7 @@ class Constraint:
             logits: `(1, vocabulary)`.
         """
         if self._remaining_end is not None:
-            return self._force_next_of_end(allowed.size, self._remaining_end)
+            return self._force_next_token(allowed.size, self._remaining_end)
         n_left = self._max_tokens - len(self._answer_tokens)
         is_unlimited = self._max_tokens < 0
         if is_unlimited or n_left > self._n_left_at_next_search or self._matcher.is_stopped():
@@ -183,21 +187,23 @@ class Constraint:
         if likeliest_fits:
             return surely_fitting | _mask_of(fitting_candidates, allowed.size)
         self.closed_early = True
-        return self._force_next_of_end(allowed.size, end)
+        return self._force_next_token(allowed.size, end)
 
-    def _force_next_of_end(self, size: int, end: list[int]) -> np.ndarray:
+    def _force_next_token(self, size: int, end: list[int]) -> np.ndarray:
         """Return a mask that allows only the first token of `end`, and store the rest.
 
-        After the last token of the end, the end-of-answer token is allowed.
+        If `end` is empty, the mask allows only the end-of-answer token.
         """
         next_token, *remaining_end = end or [self._vocabulary.eos_token]
         self._remaining_end = remaining_end
         return _mask_of([next_token], size)
 
     def _current_end(self, n_left: int) -> list[int] | None:
-        """Return a short end after the answer so far. If the last token was tried before, that end is already known.
+        """Return a short end after the answer so far.
 
-        Return None if no end of at most `n_left` tokens is found, or if the answer is still reasoning.
+        If the last token was tried before it was chosen, the end that was found then is reused.
+        Return None if no end of at most `n_left` tokens is found, or if the answer is still
+        reasoning.
         """
         end_after_candidate = self._end_after_candidate
         self._end_after_candidate = {}
@@ -217,9 +223,10 @@ class Constraint:
         return short_end(matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
 
     def _surely_fitting(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
-        """Return a mask of the allowed tokens that certainly leave room for a short end, so they need not be tried.
+        """Return a mask of the allowed tokens that are certain to leave room for a short end.
 
-        Inside a string, with tokens to spare, these are the tokens without quotes or backslashes. Otherwise, none.
+        These tokens need not be tried. If the answer is inside a string and there are enough spare tokens, they are the
+        tokens without quotes or backslashes. Otherwise, no token is certain.
         """
         has_spare_tokens = n_spare > MAX_END_GROWTH_IN_STRING
         if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):
@@ -244,15 +251,15 @@ class Constraint:
     def _tokens_without_quotes(self) -> np.ndarray:
         """Return a bool mask `(vocabulary,)` of the tokens without quotes or backslashes."""
         matcher = make_matcher(self._tokenizer, NO_QUOTES)
-        vocabulary_size = 8 * len(matcher.compute_bitmask())  # the bitmask has 8 tokens per byte
+        vocabulary_size = 8 * len(matcher.compute_bitmask())  # the bitmask has one bit per token
         return allowed_tokens(matcher, vocabulary_size)
 
 
 def _max_end_growth(grammar: str, vocabulary: LLTokenizer) -> int:
-    """Return an upper bound on how many tokens one token adds to the short end.
+    """Return an upper bound on the number of tokens by which one token lengthens the short end.
 
-    A token may start an object or array, whose required contents must then follow. Unless something in them must be
-    repeated, they are no longer than the schema.
+    A token may start an object or array, whose required contents must then follow. The contents are
+    at most as long as the grammar, multiplied by minimum counts such as `minItems`.
     """
     n_grammar_tokens = len(vocabulary.greedy_tokenize(grammar))
     min_counts = map(int, MIN_COUNT.findall(grammar))
@@ -268,7 +275,7 @@ def _likeliest_tokens(allowed: np.ndarray, logits: mx.array, enough_share: float
     allowed_logits = mx.where(mx.array(allowed), logits[0], -mx.inf)
     probabilities = mx.softmax(allowed_logits, precise=True)
     best_first = mx.argsort(-probabilities)[:n_candidates]
-    # For each candidate, the total probability of the more likely ones.
+    # For each candidate, the total probability of all candidates that are more likely.
     shares_before: Any = mx.cumsum(probabilities[best_first], inclusive=False).tolist()
     tokens: Any = best_first.tolist()
     return [

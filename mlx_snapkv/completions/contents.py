@@ -32,9 +32,10 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
 
     Args:
         content: a message's `content` in any API: a string, a part, a list of strings and parts, or None.
-        source: "user" for user and system messages that must not contain media. "tool" for tool results, where parts of
-            unknown types become JSON. "other" for everything else. Unless stated otherwise, media and parts of unknown
-            types are replaced by a description in brackets.
+        source: "user" for user and system messages in which media are an error, "tool" for tool
+            results, "other" for everything else. In tool results, parts of unknown types become
+            JSON. All other parts that the model can't read are replaced by a description in
+            brackets.
 
     Raises: ValueError: a part's `text` is not a string, or a "user" message has media or a part that is neither text
         nor an object.
@@ -68,7 +69,7 @@ def part_type(part: dict[str, Any]) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates with U+FFFD. Clients send them when they cut text in the middle of an emoji."""
+    """Replace lone surrogates with U+FFFD. They appear when clients cut text within an emoji."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -232,7 +233,7 @@ def _size_or_url(part: dict[str, Any]) -> str | None:
             n_bytes = len(base64.b64decode(data, validate=True))
         except ValueError:
             continue
-        # Short strings and the part's type, such as "file", may happen to be valid base64.
+        # Short strings and the part's type, such as "file", can be valid base64 by accident.
         is_data = len(data) >= 4 and text != part_type(part)
         if is_data:
             return f"{n_bytes} bytes"
@@ -240,7 +241,10 @@ def _size_or_url(part: dict[str, Any]) -> str | None:
 
 
 def _strings_longest_first(value: Any) -> list[str]:
-    """Return all strings in a JSON value, longest first, because data is longer than its description."""
+    """Return all strings in a JSON value, longest first.
+
+    A part's data is usually longer than the strings that describe it.
+    """
     strings: list[str] = []
     unvisited = [value]
     while unvisited:

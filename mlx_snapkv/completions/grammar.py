@@ -15,13 +15,13 @@ from .response_format import ANY_OBJECT, Schema
 
 # JSON on one line. If whitespace is allowed, small models fill their answers with it.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# Maximum number of brackets in a prefill to try as the start of the JSON.
+# Maximum number of brackets in a prefill that are tried as the start of the JSON.
 MAX_PREFILL_STARTS = 16
 TOO_LARGE_NOTE = "the tools' parameters are left out: together they are too large to be enforced"
-# Keywords that may allow properties besides those in `properties`.
+# Keywords that may allow properties that are not in `properties`.
 MAY_ALLOW_MORE = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
 LITERAL_KEYWORDS = {"const", "enum", "default", "examples"}  # their values are never schemas
-# Values of `format` that llguidance enforces. JSON Schema allows ignoring all others.
+# Values of `format` that llguidance enforces. JSON Schema lets validators ignore all others.
 ENFORCED_FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 # Keywords whose value is an object that maps names to schemas.
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -47,8 +47,9 @@ class AnswerFormat:
         kind: "json" for JSON that follows a schema. "marked call" for a call in the model's own format, including its
             markers. "call" for a call as a JSON object with name and arguments, used if there is no grammar for the
             model's own format.
-        prefill: the start of the JSON, if the prompt ends with it and the answer continues it.
-        note: a sentence about what is not enforced.
+        prefill: the start of the JSON, if the prompt ends with it and the answer contains only the rest. "" if the
+            answer contains the whole JSON.
+        note: a sentence for the client about what is not enforced, or "".
     """
 
     grammar: str
@@ -67,7 +68,8 @@ def json_format(
         tokenizer: the model's tokenizer, with its reasoning and call markers.
         state: initial state of mlx-lm's `TextStateMachine`, or None for answers without reasoning.
         schema_name: how errors refer to the schema.
-        may_call: whether the answer may contain tool calls instead, in any format.
+        may_call: whether tool calls are allowed instead of the JSON. The format of such calls is
+            not enforced.
 
     Raises: SnapKVError: the schema can't be enforced.
     """
@@ -82,9 +84,9 @@ def json_format(
 def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
     """Return the format for an answer that continues `prefill`, which may end with the start of the JSON.
 
-    The JSON starts at the first bracket where the grammar accepts the rest of the prefill. Without brackets, the whole
-    prefill is tried. The grammar forbids trailing whitespace and line breaks, so they are dropped if necessary. If
-    nothing is accepted, the answer must contain the whole JSON.
+    The JSON starts at the first bracket from which the grammar accepts the rest of the prefill. If there are no
+    brackets, the whole prefill is tried. The grammar forbids trailing whitespace and line breaks, so they are dropped
+    if necessary. If nothing is accepted, the answer must contain the whole JSON.
     """
     bracket_positions = [match.start() for match in re.finditer(r"[\[{]", prefill)]
     starts_of_json = [prefill[position:] for position in bracket_positions[:MAX_PREFILL_STARTS]]
@@ -103,7 +105,7 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
 
 
 def _spellings(json_text: str) -> list[str]:
-    """Return the start of JSON as it is, without trailing whitespace, without line breaks, and without either."""
+    """Return versions of the start of JSON: unchanged, and without trailing whitespace, line breaks or both."""
     on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # JSON strings contain no line breaks
     spellings = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
     return list(dict.fromkeys(spellings))
@@ -112,7 +114,8 @@ def _spellings(json_text: str) -> list[str]:
 def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
     """Return the format for one call to one of the tools.
 
-    If the parameter schemas are too large together, the arguments may be any object, and `note` says so.
+    If the schemas of all tools together are too large to be enforced, arguments can be any object,
+    and `note` says so.
 
     Raises: SnapKVError: a tool has no name, or its parameter schema can't be enforced.
     """
@@ -128,9 +131,10 @@ def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> Answ
 
 
 def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
-    """Return the format for a call, in the model's own format if possible. `schemas` maps tool names to schemas.
+    """Return the format for a call, in the model's own format if possible.
 
-    Mistral models write `[TOOL_CALLS]NAME[ARGS]{...}`, and older ones `[TOOL_CALLS][{...}]`.
+    `schemas` maps tool names to the schemas of their arguments. Mistral models write
+    `[TOOL_CALLS]NAME[ARGS]{...}`, and older ones `[TOOL_CALLS][{...}]`.
     """
     parser = tokenizer.tool_parser
     start_marker = _terminals(tokenizer.tool_call_start or "", tokenizer)
@@ -186,8 +190,9 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
 def _arguments_schema(name: str, parameters: Any) -> Schema:
     """Return the schema of a call's arguments, which must be an object.
 
-    Additional properties are forbidden, also in nested objects with named properties, unless the schema may allow or
-    require them: see `_lists_all_properties` and `_combines_schemas`.
+    Additional properties are forbidden in the object itself, and in nested objects that name their
+    properties. They stay allowed where another part of the schema may allow or require them: see
+    `_lists_all_properties` and `_combines_schemas`.
 
     Raises: SnapKVError: the parameters of the tool `name` can't be an object.
     """
@@ -205,7 +210,10 @@ def _arguments_schema(name: str, parameters: Any) -> Schema:
 
 
 def _lists_all_properties(schema: dict[str, Any]) -> bool:
-    """Return whether an object's `properties` includes all required ones, and no other keyword can allow more."""
+    """Return whether `properties` lists all properties that an object may or must have.
+
+    That is the case if it includes all required properties, and no other keyword can allow more.
+    """
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list):
@@ -218,7 +226,8 @@ def _lists_all_properties(schema: dict[str, Any]) -> bool:
 def _combines_schemas(schema: Any) -> bool:
     """Return whether several parts of a schema may describe the same object.
 
-    Such parts must not be closed, because one would forbid the properties that another names.
+    Such parts must not forbid additional properties, because one part would then forbid the
+    properties that another part names.
     """
     if isinstance(schema, list):
         return any(map(_combines_schemas, schema))
@@ -280,7 +289,10 @@ def _simplify(schema: Any) -> Any:
 
 
 def _is_unrestrictive(keyword: str, value: Any) -> bool:
-    """Return whether a keyword can be dropped: llguidance rejects it, but this value restricts nothing."""
+    """Return whether a keyword can be dropped because its value restricts nothing.
+
+    llguidance would reject the keyword.
+    """
     if value is None:  # some languages write an empty list as null
         return keyword != "default"
     if keyword == "format":
@@ -297,7 +309,7 @@ def _answer_grammar(answer: str, tokenizer, state: str | None, schemas: dict[str
         answer: expression for the answer without reasoning.
         tokenizer: the model's tokenizer, with its reasoning markers.
         state: see `json_format`. With "reasoning", the answer starts in the middle of reasoning.
-        schemas: the schemas in `answer`, keyed by their names in errors.
+        schemas: the schemas in `answer`, keyed by the names that errors use for them.
 
     Raises:
         TooLargeTogether: each schema can be enforced alone, but not all of them together.
@@ -340,7 +352,7 @@ def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
     text_to_end = f"TEXT {first_end_terminal}"
     ends_with_special_token = first_end_terminal.startswith("<[")
     if not ends_with_special_token:
-        # TEXT may contain the end marker as text. A lazy rule ends at the first one.
+        # TEXT also matches a plain-text end marker. A lazy rule ends at the first marker.
         rules += f"until[lazy]: {text_to_end}\n"
         text_to_end = "until"
     text_and_whole_end = " ".join([text_to_end, *other_end_terminals])

@@ -32,15 +32,16 @@ UNQUOTED_VALUE = rf"{UNQUOTED_ITEM}(?:{COMMA_IN_VALUE}{UNQUOTED_ITEM})*"
 
 @dataclass(frozen=True)
 class Notation:
-    """How calls are written in a format.
+    """The syntax of the calls in one format.
 
     Attributes:
         header: regular expression for the text before the arguments, with the groups `name` and optionally `id`. Empty
             if calls have no header.
         quotes: string delimiters, longest first.
         escapes: whether a backslash in a string escapes the next character.
-        is_json: whether arguments are JSON. If so, unquoted text is an error, and slashes may be escaped.
-        end: text after a call, or "".
+        is_json: whether arguments are JSON. If so, unquoted text is an error, and slashes can be
+            escaped.
+        end: text that follows each call, or "".
     """
 
     header: str = ""
@@ -92,7 +93,9 @@ def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> lis
 
 
 def parse_json_objects(text: str, is_complete: bool) -> list[Any]:
-    """Return the JSON objects in `text`, and the items of its JSON lists, flattened. Other text is ignored.
+    """Return the JSON objects in `text`, and the items of JSON lists. All other text is ignored.
+
+    Nested lists are flattened.
 
     Raises: ValueError: an object or list can't be parsed.
     """
@@ -105,7 +108,7 @@ def parse_json_objects(text: str, is_complete: bool) -> list[Any]:
 
 
 def _flatten(value: Any) -> list[Any]:
-    """Flatten nested lists. Return any other value as a list of one."""
+    """Flatten nested lists. Return any other value as a list with one item."""
     if not isinstance(value, list):
         return [value]
     return [part for item in value for part in _flatten(item)]
@@ -144,17 +147,18 @@ def _read_literal(text: str, start: int, notation: Notation, is_complete: bool) 
 
 
 class LiteralReader:
-    """Reads a literal as models write it: with unquoted keys, any of the notation's quotes, Python or JSON constants.
+    """Reads a literal leniently, because models don't keep to the syntax.
 
-    A comma may follow the last item, and outer braces may be doubled. Unless the notation is JSON, an unquoted value
-    that is neither a constant nor a number is text.
+    Keys can be unquoted, strings can have any of the notation's quotes, and constants can be
+    Python's or JSON's. A comma after the last item and doubled outer braces are allowed. Unless the
+    notation is JSON, an unquoted value that is neither a constant nor a number is text.
 
     Attributes:
         position: current position in the text.
     """
 
     def __init__(self, text: str, position: int, notation: Notation, is_complete: bool = False):
-        """Start at `position`. If `is_complete`, closing brackets may be missing at the end of the text."""
+        """Start at `position`. If `is_complete`, closing brackets at the end are optional."""
         self.position = position
         self._text = text
         self._notation = notation
@@ -227,7 +231,7 @@ class LiteralReader:
         return [self.read_value(in_list=True) for _ in self._before_each_item(closer)]
 
     def _before_each_item(self, closer: str) -> Iterator[None]:
-        """Yield before each item in brackets, so that the caller can read it. Then read the closing bracket."""
+        """Read the brackets, and the commas between items. Yield before each item, so that the caller can read it."""
         self.position += 1  # the opening bracket
         while not self._read_closer(closer):
             yield
@@ -257,9 +261,9 @@ class LiteralReader:
         return text
 
     def _read_closer(self, closer: str) -> bool:
-        """Read the closing bracket if it comes next, and return whether the brackets end here.
+        """Skip the closing bracket if it comes next. Return whether the object or list has ended.
 
-        If the text is complete, the last closing brackets may be missing.
+        At the end of a complete text, the closing bracket is optional.
         """
         self._skip_blanks()
         if self._text.startswith(closer, self.position):
@@ -268,7 +272,7 @@ class LiteralReader:
         text_before, text_after = self._text[: self.position], self._text[self.position :]
         call_end = self._notation.end
         is_at_end = not text_after or (call_end != "" and text_after.startswith(call_end))
-        # Text that does not end with a bracket may have been cut off.
+        # If the text does not end with a bracket, its last value may have been cut off.
         follows_bracket = text_before.rstrip().endswith(("}", "]", ")"))
         return self._is_complete and is_at_end and follows_bracket
 
@@ -284,7 +288,7 @@ class LiteralReader:
         return match[0]
 
     def _skip_match(self, pattern: str) -> bool:
-        """Skip what a pattern matches at the current position, and return whether it matched."""
+        """Skip text that matches a pattern at the current position. Return whether the pattern matched."""
         match = re.compile(pattern).match(self._text, self.position)
         if match is None:
             return False

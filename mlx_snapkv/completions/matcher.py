@@ -9,9 +9,9 @@ from llguidance.hf import from_tokenizer
 
 from ..errors import SnapKVError, brief
 
-# Maximum number of optional properties in an object. For each one that may come next, the parser needs four items, so a
-# limit of five leaves a margin.
+# Maximum number of optional properties in an object.
 MAX_OPTIONAL_PROPERTIES = 1000
+# The parser needs four items for each optional property that may come next. Five leave a margin.
 LIMITS = LLParserLimits(max_items_in_row=5 * MAX_OPTIONAL_PROPERTIES)
 MAX_REASON_LENGTH = 200  # maximum number of characters quoted from llguidance's error message
 
@@ -39,7 +39,8 @@ def llguidance_tokenizer(tokenizer) -> LLTokenizer:
 def make_matcher(tokenizer, grammar: str, grammar_name: str = "the grammar") -> LLMatcher:
     """Return a matcher for a Lark grammar, positioned at the start of an answer.
 
-    Raises: SnapKVError: the grammar (`grammar_name` in the error) or the tokenizer is not supported by llguidance.
+    Raises: SnapKVError: llguidance does not support the grammar or the tokenizer. The error calls
+        the grammar `grammar_name`.
     """
     matcher = LLMatcher(llguidance_tokenizer(tokenizer), grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():

@@ -28,7 +28,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "tool_response": "tool",
     "tool_result": "tool",
 }
-# Fields that are parsed. All others go into `extra`.
+# The fields of a client's message that are parsed. All others go into `Message.extra`.
 PARSED_FIELDS = {
     "content",
     "role",
@@ -81,9 +81,10 @@ def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
 
     Args:
         item: the message or item, as the client sent it.
-        may_have_media: whether media in a user or system message are described to the model rather than rejected. True
-            after a tool result, where clients put the tool's images, and for messages that have already been answered,
-            perhaps by a different model.
+        may_have_media: whether media in a user or system message are described to the model rather
+            than rejected. True after a tool result, because clients send the tool's images there.
+            Also true for messages that have already been answered, because another model may have
+            read their media.
 
     Raises: ValueError: the item has an unknown format, only refers to an earlier response, or has media that must be
         rejected.
@@ -187,10 +188,14 @@ def _join_parts(role: str, parts: Iterable[TextPart], separator: str) -> Message
 
 
 def _result_message(item: dict[str, Any], call_id: Any, content: Any) -> Message:
-    """Convert a tool result to a message. An error in `item` is prepended to the text, unless the text contains it."""
+    """Convert a tool result to a message.
+
+    If `item` reports an error that the result's text does not contain, the error is prepended.
+    """
     parts = []
     for part in text_parts(content):
-        # A part with a note is a placeholder. The separator replaces the line breaks around it.
+        # A part with a note is a placeholder. Drop the line breaks around it, because the separator
+        # takes their place.
         is_placeholder = part.note is not None
         parts.append(part._replace(text=part.text.strip("\n")) if is_placeholder else part)
     message = _join_parts("tool", parts, SEPARATOR)
@@ -213,7 +218,7 @@ def _failure_text(item: dict[str, Any]) -> str:
 
 
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool call from any API to OpenAI's format, but with its arguments as a value."""
+    """Convert a tool call from any API to OpenAI's format, but with the arguments as a value."""
     # The name and arguments may be in a nested object.
     nested_objects = [
         call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)

@@ -21,7 +21,7 @@ ONLY_FUNCTIONS = "only functions are known here"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A body's prompt as tokens. It contains no MLX arrays, so any thread may create it.
+    """A body's prompt as tokens. It contains no MLX arrays, so any thread can create it.
 
     Attributes:
         tokens: token ids.
@@ -38,7 +38,7 @@ class Prompt:
 
 
 class ToolOffer(NamedTuple):
-    """A body's tools and tool choice, without built-in services.
+    """A body's functions and tool choice. Built-in services, such as web search, are left out.
 
     Attributes:
         tools: the tools for the chat template. None if no tool may be called.
@@ -57,10 +57,10 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
     Args:
         body: the body of a chat or text completion.
         tokenizer: the model's tokenizer, with a chat template if `body` is a chat.
-        vocabulary_size: size of the model's vocabulary, if smaller than the tokenizer's.
+        vocabulary_size: size of the model's vocabulary, which may differ from the tokenizer's.
 
-    Raises: SnapKVError: `tool_choice` selects tools by name but a tool has none, the chat can't be rendered, the
-        tokenizer fails, the prompt is empty, or a token is outside the vocabulary.
+    Raises: SnapKVError: `tool_choice` selects tools by name but a tool has no name, the chat can't
+        be rendered, the tokenizer fails, the prompt is empty, or a token is outside the vocabulary.
     """
     if isinstance(body, ChatBody):
         prompt = _chat_prompt(body, tokenizer)
@@ -95,7 +95,7 @@ def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
 
 
 def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> list[int]:
-    """Return the tokens of messages in the chat template, with the body's tools but without a generation prompt.
+    """Return the tokens of messages rendered with the body's tools, without a generation prompt.
 
     Raises: SnapKVError: the template rejects the messages, or the model has no template.
     """

@@ -23,7 +23,7 @@ from .turns import for_template, merge_into_turns
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
 # Options that `render` handles itself, so a client's values are dropped.
 OWN_OPTIONS = ("tools", "messages", "conversation", "continue_final_message")
-LONG_GENERATION_PROMPT = 8  # tokens; few templates add more after the last message
+LONG_GENERATION_PROMPT = 8  # number of tokens; few generation prompts are longer
 NOT_TOKENS = "chat_template_kwargs must leave the prompt a list of tokens"
 
 
@@ -62,8 +62,8 @@ def render(
         options: template variables.
         may_continue: whether the answer continues the text of a final assistant message, if there is one.
 
-    Raises: SnapKVError: there is no template, the template does not support `tools`, an option is reserved, or every
-        rewrite fails. In the last case, it is the first rewrite's error.
+    Raises: SnapKVError: there is no template, the template does not support `tools`, an option is
+        reserved, or every rewrite fails. In the last case, the error is the first rewrite's.
     """
     _require_renderable(tokenizer, tools, options)
     options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
@@ -115,7 +115,7 @@ def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
 def _template_tokens(
     tokenizer, messages: list[dict[str, Any]], options: dict[str, Any], prefill: str
 ) -> Any:
-    """Return the chat's token ids. With a `prefill`, they end with the last message's text."""
+    """Return the chat's token ids, which end with the last message's text if it is a prefill."""
     if not prefill:
         return apply_template(tokenizer, messages, **options)
     text = continued_text(tokenizer, messages, options)
@@ -136,8 +136,8 @@ def _drops_calls(tokenizer, turns: list[Message]) -> bool:
 def initial_state(tokenizer, rendered: Rendered) -> str:
     """Return the state of mlx-lm's `TextStateMachine` in which the answer starts: "normal" or "reasoning".
 
-    It is "reasoning" if the prefill or the generation prompt starts reasoning. Without a prefill, the tokenizer's
-    `response_initial_state` takes precedence.
+    If there is a prefill, the state depends on whether the prefill ends inside reasoning.
+    Otherwise, it is the tokenizer's `response_initial_state`. If the tokenizer has none, the generation prompt decides.
     """
     if rendered.prefill:
         starts_reasoning = tokenizer.has_thinking and ends_in_thoughts(rendered.prefill, tokenizer)
@@ -203,7 +203,10 @@ def template_variables(tokenizer) -> set[str]:
 
 @functools.cache
 def _variables_in(template: str) -> frozenset[str]:
-    """Return the variables in a template, or all of its words if its syntax needs extensions from transformers."""
+    """Return the variables in a template, or all words in the template if it can't be parsed.
+
+    Some templates use syntax that only transformers supports.
+    """
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(find_undeclared_variables(environment.parse(template)))

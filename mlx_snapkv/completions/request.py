@@ -22,7 +22,7 @@ from .prompt import Prompt, tokenize
 from .sampler import make_sampler
 from .tool_choice import ToolChoice
 
-# Unknown fields that need no warning: they would not change an answer here, or they concern other requests.
+# Unknown fields that need no warning, because ignoring them does not change the answer.
 FIELDS_WITHOUT_EFFECT = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
@@ -74,8 +74,8 @@ class CompletionRequest:
         initial_state: state of mlx-lm's `TextStateMachine` at the start of the answer, "normal" or "reasoning".
         tools: the tools in the chat template, in OpenAI's format, or None if no tool may be called.
         chat: whether the answer is a chat message rather than a text that continues the prompt.
-        n_logprobs: number of most likely tokens to report in addition to the log-probability of each answer token. None
-            if no log-probabilities are reported.
+        n_logprobs: number of most likely tokens to report at each position, in addition to the log-probability of the
+            answer token. None if no log-probabilities are reported.
         ignored: names of unknown fields in the body.
         warnings: sentences about ignored parts of the body.
         constraint: enforces a schema or a tool call, if the body requires one.
@@ -117,8 +117,8 @@ def completion_request(
         bounds: the model's limits.
         prompt: the body's prompt, if already tokenised.
 
-    Raises: SnapKVError: see `tokenize`. Also if `logit_bias` or `top_k` does not fit the vocabulary, or the required
-        answer format can't be enforced.
+    Raises: SnapKVError: `tokenize` fails, `logit_bias` or `top_k` does not fit the vocabulary, or
+        the required answer format can't be enforced.
     """
     prompt = prompt or tokenize(body, tokenizer, bounds.vocabulary_size)
     vocabulary_size = min(len(tokenizer), bounds.vocabulary_size)
@@ -189,7 +189,10 @@ def _warnings(
 
 
 def _keeps_whole_context(value: Any) -> bool:
-    """Return whether a value is a `context_management` that has no effect. Claude Code always sends one."""
+    """Return whether a value is a `context_management` that keeps everything.
+
+    Claude Code always sends one.
+    """
     edits = value.get("edits") if isinstance(value, dict) else None
     if not isinstance(edits, list):
         return False
@@ -205,7 +208,10 @@ def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
 
 
 def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | None:
-    """Return the format of the call that `tool_choice` forces or the JSON that `response_format` requires, if any.
+    """Return the format that the answer must have, or None if any text is allowed.
+
+    If `tool_choice` forces a call, it is the format of that call. Otherwise, it is the format of
+    the JSON that `response_format` requires.
 
     Raises: SnapKVError: there is no tool for a forced call, or a schema can't be enforced.
     """

@@ -1,4 +1,4 @@
-"""The format of an answer in any API: text, any JSON object, or JSON that must follow a schema."""
+"""Validate the requested answer format: text, any JSON object, or JSON that follows a schema."""
 
 from typing import Any, Literal
 
@@ -11,15 +11,16 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 
 class JsonSchema(BodyModel):
-    """OpenAI's `json_schema`. Only `schema` is used, and it allows any object by default."""
+    """OpenAI's `json_schema`. Only `schema` is used. By default, it allows any object."""
 
     schema_: Schema = Field(ANY_OBJECT, alias="schema")
 
 
 class ResponseFormat(BodyModel):
-    """The format of an answer.
+    """The format that the client requests for an answer.
 
-    Chat Completions nest the schema in `json_schema`. Responses, Anthropic's Messages and other servers have `schema`.
+    The Chat Completions API nests the schema in `json_schema`. The Responses API, Anthropic's
+    Messages API and other servers put the schema in `schema`.
     """
 
     type: Literal["text", "json_object", "json_schema"]

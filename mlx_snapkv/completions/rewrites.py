@@ -70,7 +70,7 @@ def _split_calls(turns: list[Message]) -> list[Message]:
 
     A result whose call is unknown goes to the first call without a result.
     """
-    groups: list[list[Message]] = []  # each a call with its result, or any other turn alone
+    groups: list[list[Message]] = []  # each group is a call with its result, or one other turn
     # Index in `groups` -> id of a call that has no result yet.
     ids_without_result: dict[int, str] = {}
     for turn in turns:
@@ -103,7 +103,7 @@ def _one_call_each(turn: Message) -> list[Message]:
 def _acknowledge_results(turns: list[Message]) -> list[Message]:
     """Insert a short assistant turn before user turns that follow a call or a result.
 
-    Agents send reminders in such turns.
+    Agents send reminders in such user turns.
     """
     new_turns: list[Message] = []
     for turn in turns:
@@ -125,7 +125,8 @@ def make_alternating(turns: list[Message]) -> list[Message]:
     return new_turns
 
 
-# Each is tried with the system message unchanged, then with it turned into a user message.
+# Each alternative is tried twice: first with the system message unchanged, then with the system
+# message turned into a user message.
 ALTERNATIVES: list[tuple[Change, ...]] = [
     (),
     (partial(_convert_arguments, as_text=False),),
@@ -156,7 +157,7 @@ def rewrite(
 ) -> tuple[list[Message], dict[str, Any], list[str]]:
     """Apply `changes` to a chat's turns, and return the turns, the template options and notes for the client.
 
-    If there are changes, the tools in the options are described in full.
+    If there are changes, missing fields of the tools in the options are filled in as well.
     """
     for change in changes:
         turns = change(turns)

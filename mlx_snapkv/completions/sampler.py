@@ -33,7 +33,7 @@ def make_sampler(
     has_zero_top_p = body.top_p is not None and body.top_p < NEARLY_ZERO
     if options["temp"] < NEARLY_ZERO or has_zero_top_p:
         return None
-    # XTC must not remove these tokens. mlx-lm's server exempts the same ones.
+    # XTC must not remove these tokens. mlx-lm's server exempts the same tokens.
     exempt_from_xtc = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
     sampler = sample_utils.make_sampler(
         **options,
@@ -41,7 +41,7 @@ def make_sampler(
     )
     if body.seed is not None:
         seed = body.seed
-    # XTC draws once more, to decide whether it applies.
+    # XTC draws a second random number, which decides whether XTC is applied to this token.
     n_draws = 2 if options["xtc_probability"] > 0 else 1
     return SeededSampler(sampler, seed % 2**64, n_draws)
 
@@ -49,8 +49,9 @@ def make_sampler(
 class SeededSampler:
     """A sampler with its own random sequence, independent of other requests in the batch.
 
-    It samples like mlx-lm's loop after `mx.random.seed(seed)`. MLX has a single generator, so this class sets its state
-    before each token. The state is computed on the CPU, without waiting for the model.
+    It samples like mlx-lm's loop after `mx.random.seed(seed)`. MLX has a single random generator,
+    so the generator's state is set before each token. The state is computed on the CPU, without
+    waiting for the model.
 
     Args:
         sampler: function that draws a token from log-probabilities `(1, vocab_size)` with MLX's generator.

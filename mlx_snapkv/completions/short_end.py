@@ -25,8 +25,9 @@ class FreeText(Exception):
 def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
     """Return a few tokens that complete the answer as the grammar requires.
 
-    At each position, the first of `CLOSERS` that the grammar allows is used. If it allows none of them, up to
-    `MAX_CHOICES` alternatives are tried, shortest path first, so that the search ends even for recursive schemas.
+    At each position, the first of `CLOSERS` that the grammar allows is used. If the grammar allows
+    no closer, up to `MAX_CHOICES` alternatives are tried. The shortest path is continued first, so
+    that the search ends even for recursive schemas.
 
     Returns None if no end of at most `max_length` tokens is found.
 
@@ -35,8 +36,8 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
     end = _search_end(matcher, tokenizer, max_length, MAX_CHOICES)
     if end is not None:
         return end
-    # A position with many alternatives, such as one inside a pattern, can use up all paths. Search again with only one
-    # alternative per position.
+    # A position with many alternatives, for example in a string with a `pattern`, can use up all
+    # paths. Search again with only one alternative per position.
     return _search_end(matcher, tokenizer, max_length, max_choices=1)
 
 
@@ -71,7 +72,7 @@ def _search_end(
 ) -> list[int] | None:
     """Search for an end, shortest path first. Return its tokens, or None if none is found within the limits."""
     numbers = itertools.count()
-    # A heap of (length, number, path). The shortest path is first, and among equally long paths the earliest.
+    # A heap of (length, number, path). Shorter paths come first. Equally long paths are in order of creation.
     paths = [(0, next(numbers), _Path(matcher.deep_copy(), []))]
     n_steps = 0
     # Limit the number of paths. With one choice per position there is a single path, so limit its length instead.
@@ -90,7 +91,7 @@ def _search_end(
         if not next_tokens:  # the answer may end here, but there may be a shorter path
             heapq.heappush(paths, (length, number, path))
             continue
-        # Following more than MAX_CHOICES would use up all paths, so in that case follow only the first.
+        # More than MAX_CHOICES branches would use up all paths, so follow only the first token.
         has_too_many = len(next_tokens) > MAX_CHOICES
         choices = next_tokens[:1] if has_too_many else next_tokens[:max_choices]
         for token in choices:
@@ -101,9 +102,10 @@ def _search_end(
 
 
 def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
-    """Advance a path while a token is forced or a closer is allowed. Return the tokens that may follow.
+    """Advance a path while a token is forced or a closer is allowed. Return the tokens to try next.
 
-    Returns an empty list if the answer may end there, and None if the path gets too long or leaves the grammar.
+    Returns an empty list if the answer may end after the path, and None if the path gets too long
+    or leaves the grammar.
 
     Raises: FreeText: the path is inside reasoning.
     """
@@ -121,7 +123,10 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
 
 
 def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
-    """Return a list of at most one token: in a string a quote, and elsewhere the first closer that the bitmask allows.
+    """Return a list with the token that brings the path closer to its end, or an empty list.
+
+    Inside a string, this token is a quote. Elsewhere, it is the first of `CLOSERS` that the bitmask
+    allows.
 
     Raises: FreeText: a quote has not ended the string, so the path is inside reasoning.
     """
@@ -136,7 +141,8 @@ def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[
 def _continuations(matcher: LLMatcher, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
     """Return allowed tokens that may continue a value or a name, or else the first allowed token.
 
-    In the middle of a character, for example, only tokens that complete it are allowed.
+    In the middle of a multi-byte character, for example, only tokens that complete the character
+    are allowed.
     """
     tokens = _allowed_character_tokens(bitmask, CONTINUATIONS, tokenizer)
     if tokens:

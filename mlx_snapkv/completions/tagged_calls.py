@@ -22,11 +22,11 @@ class Tags:
     Attributes:
         call: start of a call, with the group `name`.
         call_end: end of a call.
-        argument: start of an argument, with the group `key`, and with `type` if the format has types. If `key` is
-            missing, the value is an object with all arguments.
+        argument: start of an argument, with the group `key`, and with `type` if the format has
+            types. If a tag has no key, its value is a JSON object with all arguments.
         argument_end: end of an argument.
-        ends_at_marker: whether the model's end marker ends the call, so that the text between the markers has no
-            `call_end`.
+        ends_at_marker: whether the model's end marker is also the end of the last call. If so, the
+            text between the markers does not end with a `call_end`.
         has_cdata: whether a value may be a CDATA section.
     """
 
@@ -39,14 +39,20 @@ class Tags:
 
     @cached_property
     def tag_outside_values(self) -> re.Pattern[str]:
-        """Return the expression for tags outside values. The group that matches names the kind of tag."""
+        """Return the expression for a tag outside values.
+
+        The matching group is named after the kind of tag: `argument`, `call` or `call_end`.
+        """
         return re.compile(
             f"(?P<argument>{self.argument})|(?P<call>{self.call})|(?P<call_end>{self.call_end})"
         )
 
     @cached_property
     def argument_tag(self) -> re.Pattern[str]:
-        """Return the expression for the start or end of an argument. The group that matches says which."""
+        """Return the expression for the start or end of an argument.
+
+        The matching group is named after the kind of tag: `argument` or `argument_end`.
+        """
         return re.compile(f"(?P<argument>{self.argument})|(?P<argument_end>{self.argument_end})")
 
     @cached_property
@@ -154,7 +160,7 @@ def parse_tagged_calls(
         text: the answer's text between a call's markers.
         tags: the tags of the model's format.
         tools: the request's tools, or None. Their schemas determine the argument types.
-        is_complete: whether the model has finished the text. If so, closing tags may be missing.
+        is_complete: whether the model has finished the text. If so, closing tags are optional.
 
     Raises:
         UnclosedArgument: an argument has no end.
@@ -229,8 +235,9 @@ def _find_closing_tag(
 ) -> tuple[int, int]:
     """Return the start and the end of a value's closing tag.
 
-    The closing tag is the first one that does not close an argument inside the value, and is followed by the next
-    argument or the end of the call. If the text is complete but has no such tag, the value's end is guessed.
+    A value may contain tags as text. The closing tag is the first that meets two conditions: it
+    does not close an argument inside the value, and it is followed by the next argument or the end
+    of the call. If there is no such tag but the text is complete, the value's end is guessed.
 
     Raises: UnclosedArgument: the value has no end.
     """
@@ -252,12 +259,13 @@ def _find_closing_tag(
 def _guess_closing_tag(
     text: str, value_start: int, tags: Tags, expected_keys: Collection[str]
 ) -> tuple[int, int]:
-    """Guess the start and the end of a closing tag that is missing or followed by other text.
+    """Guess where a value ends if its closing tag is missing or followed by unexpected text.
 
-    The last closing tag before the next argument that the tool expects, or before the end of the call, is used. Without
-    a closing tag, the value ends where that argument or the end of the call starts. A final line break is dropped.
+    The value's limit is the start of the next argument that the tool expects, or the start of the call's end. The last
+    closing tag before the limit is used. If there is no such tag, the value ends at the limit, and a final line break
+    is dropped. Return the start and the end of the closing tag.
 
-    Raises: UnclosedArgument: nothing that could end the value follows.
+    Raises: UnclosedArgument: the value has neither a closing tag nor a limit.
     """
     next_tag_start = _next_tag_start(text, value_start, tags, expected_keys)
     closing_tags = _closing_tags(text, value_start, next_tag_start, tags)
@@ -273,7 +281,7 @@ def _guess_closing_tag(
 def _next_tag_start(text: str, value_start: int, tags: Tags, expected_keys: Collection[str]) -> int:
     """Return the start of the next expected argument or of the call's end, or the text's length if there is neither.
 
-    Arguments count only after a line break or a closing tag.
+    An argument counts only if it follows a line break or a closing tag.
     """
     call_end = tags.final_call_end.search(text, value_start)
     limit = call_end.start() if call_end else len(text)

@@ -63,7 +63,7 @@ def _variables_for(request: ThinkingRequest, variable_names: set[str], tokenizer
 
 
 def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
-    """Yield the request in each field of a body. Later fields take precedence."""
+    """Yield a request for each field that controls reasoning. Later requests take precedence."""
     # `think` may be true, false or an effort.
     switches = (("enable_thinking", body.enable_thinking), ("think", body.think))
     for field, thinks in switches:

@@ -15,7 +15,10 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return a token's bytes, even if it is only part of a character and `decode` returns U+FFFD."""
+    """Return a token's bytes, even if the token is only part of a character.
+
+    `decode` returns U+FFFD for such a token.
+    """
     text = tokenizer.decode([token])
     piece = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(piece, str) or token in tokenizer.all_special_ids:

@@ -10,7 +10,8 @@ from . import literal_calls, tagged_calls
 from .contents import replace_surrogates
 from .messages import parse_arguments
 
-# Arguments nested deeper are rejected. Clients send them back in later requests, where they must be parsable.
+# Maximum nesting depth of a call's arguments. Deeper arguments are rejected, because clients send
+# calls back in later requests, where the arguments must be parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
 NAME_FIELDS = ("name", "function")
@@ -20,20 +21,21 @@ METADATA_FIELDS = {"id", "type", "index"}
 def parse_tool_calls(
     text: str, parser: Callable, tools: Any, is_complete: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the calls in `text`, in OpenAI's format, or an empty list if it has none or can't be parsed.
+    """Return the calls in `text` in OpenAI's format, or [] if it has none or can't be parsed.
 
     Strings are kept exactly as the model wrote them. The types of other arguments come from the format or from the
     tool's schema.
 
     Args:
         text: the answer's text between a call's markers.
-        parser: the tokenizer's tool parser. It identifies the format, and parses formats that are unknown here.
+        parser: the tokenizer's tool parser. It identifies the format. It is called only for formats
+            that this package has no parser for.
         tools: the request's tools, or None. Their schemas determine the argument types.
         is_complete: whether the model has finished the text. If not, mistakes are not repaired, because an argument may
             be cut off.
     """
     parsed_values: list[Any] = []
-    # Text that makes a parser fail, in whatever way, is not a call.
+    # If a parser fails for any reason, the text is not a call.
     with contextlib.suppress(Exception):
         parsed_values = _parse_values(text, parser, tools, is_complete)
     calls = []
@@ -63,7 +65,7 @@ def _parse_values(text: str, parser: Callable, tools: Any, is_complete: bool) ->
         with contextlib.suppress(Exception):
             call_or_calls = parser(text, tools)
             values = call_or_calls if isinstance(call_or_calls, list) else [call_or_calls]
-    # Small models often write JSON, whatever their format is.
+    # Small models often write JSON instead of their own format.
     return values or literal_calls.parse_json_objects(text, is_complete)
 
 
@@ -112,7 +114,7 @@ def _call_or_none(value: Any) -> dict[str, Any] | None:
         arguments = parse_arguments(function[argument_field])
     else:  # small models write the arguments next to the name
         arguments = {key: item for key, item in function.items() if key not in NAME_FIELDS}
-        # `id`, `type` and `index` are metadata, not arguments: an object with any of them here is not a call.
+        # An object that has metadata but no field for arguments is not a call.
         has_metadata = bool(arguments.keys() & METADATA_FIELDS)
         if has_metadata:
             return None

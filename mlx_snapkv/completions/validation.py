@@ -18,8 +18,8 @@ def require(is_allowed: bool, rule: str, value: Any) -> None:
 
     Args:
         is_allowed: whether the value is allowed.
-        rule: rest of an error sentence that starts with the field's name, such as "must not be empty". If the rule
-            starts with a dot, as in ".content must not be empty", it extends the field's name.
+        rule: the part of the error sentence after the field's name, such as "must not be empty". A
+            rule with a leading dot, as in ".content must not be empty", extends the field's name.
         value: the value to quote in the error.
     """
     if not is_allowed:
@@ -32,7 +32,7 @@ def error_sentence(place: str, rule: str) -> str:
 
 
 def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
-    """Return a validator that rejects values unless `is_valid` accepts them. For `rule`, see `require`."""
+    """Return a validator that rejects values for which `is_valid` is false. For `rule`, see `require`."""
 
     def validate(value: Any) -> Any:
         require(is_valid(value), rule, value)
@@ -88,7 +88,7 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
         return f"{place} is missing"
     if kind == "too_short":
         return f"{place} must not be empty"
-    # Pydantic's other messages use Python's terms: "Input should be a valid dictionary or instance of ..."
+    # Pydantic's other messages use Python's terms, such as "dictionary or instance of ...".
     message = re.sub(" or (instance of|object to).*", "", error["msg"])
     message = message.replace("dictionary", "object")
     if message.startswith("Input "):
