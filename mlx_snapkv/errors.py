@@ -29,7 +29,7 @@ class SnapKVError(ValueError):
     """
 
     def __init__(self, message: str = "", *values: Any):
-        """Store the message unformatted, because Python and the command line write options differently."""
+        """Store the message unformatted, because the command line writes options differently."""
         super().__init__(message, *values)
         self._message = message
         self._values = values

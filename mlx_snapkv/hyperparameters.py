@@ -50,7 +50,7 @@ def option(
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
-    """Return a field for an integer of at least `least`. `most` is the maximum, or None for no limit."""
+    """Return a field for an integer of at least `least`. If `most` is set, it is the maximum."""
 
     def is_allowed(value: Any) -> bool:
         return is_whole(value) and least <= value and (most is None or value <= most)
@@ -78,7 +78,7 @@ def choice(*values: str, help: str = "") -> Any:
 
 
 def folder(help: str = "") -> Any:
-    """Return a field for a writable folder. Comparisons ignore the field. See `option` for `help`."""
+    """Return a field for a writable folder. Comparisons ignore it. See `option` for `help`."""
     return option(None, is_writable_folder, "a writable folder", help=help, compare=False)
 
 
@@ -113,8 +113,8 @@ def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
     share = _share(n_window)
     if share == 1:
         return None
-    # Start the search at a lower bound. Any budget with enough room is larger, because the window is
-    # rounded down.
+    # Start the search at a lower bound. Any budget with enough room is larger, because the window
+    # is rounded down.
     budget = int((n_beside_window - 1) / (1 - share))
     while budget - amount(n_window, budget) < n_beside_window:
         budget += 1
@@ -140,7 +140,7 @@ class Hyperparameters:
     """Base class for validated dataclasses that can be created from a string, a dict or a keyword argument."""
 
     name: ClassVar[str]
-    # Name of the field whose value follows from other fields, or None. The string form omits this field.
+    # Name of the field whose value follows from other fields, or None. `__str__` omits this field.
     implied_option: ClassVar[str | None] = None
 
     def __post_init__(self):
@@ -154,7 +154,7 @@ class Hyperparameters:
 
     @classmethod
     def options(cls) -> list[str]:
-        """Return the names of all fields: first those declared in this class, then inherited ones."""
+        """Return the names of all fields. Fields declared in this class come first."""
         declared = list(inspect.get_annotations(cls))
         names = [field.name for field in dataclasses.fields(cls)]
         inherited = [name for name in names if name not in declared]

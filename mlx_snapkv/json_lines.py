@@ -54,7 +54,7 @@ class JsonLines:
         """Lock the file, call `read`, and cut off an incomplete last line.
 
         Args:
-            read: function that reads the file again, because another process may have written to it.
+            read: function that reads the file again, in case another process has written to it.
 
         Raises: SnapKVError: the file can't be written, or another process has locked it.
         """
