@@ -247,7 +247,7 @@ def _compressed_cache(
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """Return the mean number of entries per layer, KV bytes, and why nothing was compressed."""
+    """Return the layers' mean entry count, KV bytes, and the reason if nothing was compressed."""
     counts_by_layer = [n_entries for n_entries in report.entries_kept if n_entries is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after

@@ -80,7 +80,7 @@ class Inspection:
 
     @property
     def shares(self) -> list[float | None]:
-        """Return each layer's share (0 to 1) of attention that went to kept entries.
+        """Return, for each of `layers`, the share (0 to 1) of attention that went to kept entries.
 
         Only the attention of voting queries counts. The share is None if no queries vote.
         """

@@ -132,7 +132,7 @@ class Reading:
         for i, layer in enumerate(self._layers):
             shared_cache = layer.cache_in(caches)
             shared_cache.step = KVCache.step
-            # From now on, only answer tokens are fed, and the suffixes' recorders don't need these.
+            # From now on, only answer tokens are fed. The suffixes' recorders don't record them.
             shared_cache.recorders = _layer_recorders(recorders, i)
         # Copies of the caches, keyed by the number of tokens that they have read. Full-attention layers' caches are not
         # copied, because entries are only ever appended to them.

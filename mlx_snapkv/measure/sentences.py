@@ -42,7 +42,7 @@ _MARKED_LINE = re.compile(
     re.VERBOSE,
 )
 
-_ROLE = re.compile(r"\s*\w+\n")  # the role that chat templates write after a special token
+_ROLE = re.compile(r"\s*\w+\n")  # a role name, which chat templates write after a special token
 
 
 def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]:
