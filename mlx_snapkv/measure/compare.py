@@ -145,8 +145,8 @@ class Compared:
             token, text of the full cache's token, text of this answer's token). None if the answers
             are equal.
         reason: why the method leaves the prompt to the full cache, or None if it does not.
-        kept: `(n_prompt,)`, share (0 to 1) of the KV heads in all layers that keep each prompt
-            token's entry. None for methods that evict nothing.
+        kept: `(n_prompt,)`, for each prompt token, the share (0 to 1) of KV heads that keep its
+            entry, over all layers. None for methods that evict nothing.
     """
 
     name: str
@@ -188,8 +188,7 @@ def compare(
         methods: the full cache, followed by the methods to compare with it.
         max_tokens: maximum number of tokens in each answer.
         on_text: called with a method's name and each new part of the method's answer.
-        **options: `prefill_step_size` and `prompt_progress_callback`, used each time the prompt is
-            read.
+        **options: `prefill_step_size` and `prompt_progress_callback`, for reading the prompt.
     """
     comparison = _Comparison(model, tokenizer, tokens, methods, max_tokens, on_text, options)
     yield comparison.full
@@ -320,10 +319,10 @@ class _Comparison:
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
         if compressed_cache is not None and not lookahead_of(method.policy):
             return answer, kept_share, self._reference.predictions(compressed_cache)
-        # Make the predictions in a second request, because they can't be made with a cache of the
-        # first one. With sparse attention, `cache` has all entries, and feeding tokens to it
-        # directly would use full attention. With a lookahead, `compressed_cache` has read tokens of
-        # this answer, which may differ from the full cache's answer.
+        # Make the predictions in a second request, because the first one's caches are unsuitable.
+        # Tokens fed to a sparse request's `cache` would read all entries. With a lookahead,
+        # `compressed_cache` has read tokens of this answer, which may differ from the full cache's
+        # answer.
         options.pop("prompt_progress_callback", None)
         return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
 

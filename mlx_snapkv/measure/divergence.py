@@ -23,8 +23,8 @@ class Reference:
     Args:
         reading: the prompt, read into full caches.
         tokens: the tokens after the prompt.
-        n_fed: number of `tokens` to feed along with the prompt. The predictions of the other tokens
-            are compared ("judged").
+        n_fed: number of `tokens` to feed along with the prompt. The other tokens are judged: their
+            predictions are compared with the full cache's.
 
     Attributes:
         prompt: prompt tokens, followed by the first `n_fed` of `tokens`.
@@ -140,7 +140,7 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
     """Feed `n` known tokens to a cache, and return the logits after each of them, `(n, vocab_size)`.
 
     The logits are the same as if the tokens were fed one by one. If each token chooses the entries
-    that it reads, that is how they are fed. Otherwise, calls are split only where a cache evicts.
+    that it reads, each call feeds one token. Otherwise, calls are split only where a cache evicts.
     """
     layers = attention_layers(model, prompt_cache)
     tokens_choose = any(layer.layer_cache_in(prompt_cache).chooses for layer in layers)

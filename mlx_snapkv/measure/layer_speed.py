@@ -30,7 +30,7 @@ TOKENS_PER_EVALUATION = 8
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
     """Return the lengths at which sparse prefill and decoding become faster than the full cache.
 
-    The speeds come from this machine's speed record. If the record has no decoding speeds, they are
+    The speeds come from this machine's speed record. If the record lacks a decoding speed, both are
     estimated by timing a layer, but only on a GPU. On a CPU, this would take too long.
 
     Args:

@@ -132,7 +132,7 @@ class Reading:
         for i, layer in enumerate(self._layers):
             shared_cache = layer.cache_in(caches)
             shared_cache.step = KVCache.step
-            # From now on, only answer tokens are fed. The suffixes' recorders don't record them.
+            # From now on, only answer tokens are fed. The suffixes' recorders must not record them.
             shared_cache.recorders = _layer_recorders(recorders, i)
         # Copies of the caches, keyed by the number of tokens that they have read. Full-attention layers' caches are not
         # copied, because entries are only ever appended to them.
@@ -167,7 +167,7 @@ class Reading:
         )
 
     def full_cache(self) -> list:
-        """Return a prompt cache with all prompt entries. Arrays are copied when written to."""
+        """Return a prompt cache with all prompt entries. Arrays are shared, and copied on write."""
         n_prompt = len(self.tokens)
         caches = copies_sharing_entries(self._cache_copies[n_prompt], self._layers)
         for layer in self._layers:
