@@ -35,7 +35,7 @@ from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
 FIDELITY_SETTINGS = (TEXT, KNOWN, LATER)
-JUDGED_TOKENS = "after the compression"  # recorded in the settings of result files
+JUDGED_TOKENS = "after the compression"  # describes the judged tokens in result files
 FIDELITY_REMARK = (
     "All methods get the same texts and answers. KL: the divergence of the predictions with the compressed cache from "
     "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
@@ -163,7 +163,7 @@ def read_piece(
         model: an mlx-lm model.
         piece: the piece.
         frame: tokens before and after the piece.
-        policies: settings of all methods. None means the full cache.
+        policies: each method's policy or sparse attention, or None for the full cache.
         settings: settings to measure, from `FIDELITY_SETTINGS`.
         max_tokens: maximum number of tokens in an answer.
         stop_tokens: tokens that end an answer.
@@ -199,7 +199,7 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
         setting: one of `FIDELITY_SETTINGS`.
         reading: the reading to compress, from `read_piece`.
         reference: the tokens to judge, from `read_piece`.
-        policy: the method's setting, or None for the full cache.
+        policy: the method's policy or sparse attention, or None for the full cache.
     """
     if setting == KNOWN and policy is not None and not shares_reading(policy):
         predictions, cache_figures = _predictions_of_own_reading(reading, reference, policy)
@@ -237,8 +237,8 @@ def _compressed_cache(
 ) -> tuple[list, CompressionReport]:
     """Return the cache to predict the judged tokens from, and its compression report."""
     if isinstance(policy, Sparse):
-        # Read the question, if there is one, as a later turn, but without the last token.
-        # `predictions` feeds that token to predict the first judged token.
+        # If there is a question, read all but its last token as a later turn. `predictions` feeds
+        # the last token to predict the first judged token.
         later_tokens = reference.prompt[len(reading.tokens) : -1]
         return read_sparsely(reading.model, policy, reading.tokens, later_tokens)
     if setting == KNOWN:
@@ -247,7 +247,7 @@ def _compressed_cache(
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """Return the layers' mean entry count, KV bytes, and the reason if nothing was compressed."""
+    """Return the mean entry count over layers, the KV bytes, and any reason not to compress."""
     counts_by_layer = [n_entries for n_entries in report.entries_kept if n_entries is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after

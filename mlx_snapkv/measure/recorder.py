@@ -15,14 +15,14 @@ MAX_RECORDED = 24  # number of prompt tokens recorded per answer token and layer
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The attention weights that predicted each answer token, averaged over query heads.
+    """The attention of the query that predicted each answer token, averaged over query heads.
 
     Attributes:
         positions: int32 `(n_answer, n_layers + 1, n)`, positions of the prompt tokens with the most
             attention, in descending order of attention. The last index of the second axis is the
             mean over all layers. Unused elements are -1.
-        weights: float32, same shape, share (0 to 1) of the attention to each of these tokens.
-        own: float32 `(n_answer, n_layers + 1)`, share of the attention to earlier answer tokens.
+        weights: float32, same shape, share (0 to 1) of the attention that each token gets.
+        own: float32 `(n_answer, n_layers + 1)`, share that earlier answer tokens get.
         n_before: number of answer tokens predicted before compression.
     """
 

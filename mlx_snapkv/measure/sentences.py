@@ -106,7 +106,7 @@ class Sentence:
     Attributes:
         start, stop: token range `[start, stop)` in the prompt.
         kept: share (0 to 1) of the sentence's entries that are kept, over all KV heads.
-        chosen: the same share without the entries in the sink and the recent window, which are
+        chosen: the same share, not counting entries in the sink and the recent window, which are
             always kept. None if the sentence has no other entries.
         votes: the sentence's share of the votes for all chosen entries. None if the policy has no votes.
     """

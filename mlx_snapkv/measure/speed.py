@@ -108,7 +108,7 @@ def _can_decode(model, cache: list[Any]) -> bool:
 
 
 def time_steps_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
-    """Decode `steps` tokens from each prompt cache, and return the seconds of each step by cache.
+    """Decode `steps` tokens from each prompt cache, and return each cache's step times in seconds.
 
     The caches take turns, and each round starts with a different cache.
     """

@@ -118,7 +118,9 @@ def digest_of(text: str) -> str:
 
 
 def _read_utf8(path: Path) -> str | None:
-    """Read a file's text, without surrounding white space. Return None if the file is not UTF-8 text.
+    """Read a file's text, and strip surrounding white space.
+
+    Return None if the file is not UTF-8 text.
 
     Raises: SnapKVError: the file can't be read.
     """
@@ -141,7 +143,7 @@ def _cut_pieces(
         text: the text.
         tokenizer: the model's tokenizer.
         length: number of tokens in a piece.
-        n_needed: total number of tokens in a piece and in the text after it.
+        n_needed: `length` plus the number of tokens that must follow a piece.
     """
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     starts = range(0, len(token_ids) - n_needed + 1, n_needed)
@@ -187,9 +189,9 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
 
 def template_around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
-    """Return the text that the chat template puts before and after a text in a user message.
+    """Return what the chat template puts before and after a text in a user message.
 
-    The message is the text followed by `ending`, so the second returned text begins with `ending`.
+    The message is the text followed by `ending`, so the second result begins with `ending`.
 
     Raises: SnapKVError: the template fails, or changes the message.
     """
