@@ -1,4 +1,4 @@
-"""Builds a Content-Security-Policy that restricts an HTML page to its own script and style."""
+"""Build a Content-Security-Policy that restricts an HTML page to its own script and style."""
 
 import re
 from base64 import b64encode

@@ -78,7 +78,7 @@ def choice(*values: str, help: str = "") -> Any:
 
 
 def folder(help: str = "") -> Any:
-    """Return a field for a writable folder. Comparisons ignore it. See `option` for `help`."""
+    """Return a field for a writable folder, which comparisons ignore. See `option` for `help`."""
     return option(None, is_writable_folder, "a writable folder", help=help, compare=False)
 
 
@@ -154,7 +154,7 @@ class Hyperparameters:
 
     @classmethod
     def options(cls) -> list[str]:
-        """Return the names of all fields. Fields declared in this class come first."""
+        """Return the names of all fields. Those declared in `cls` itself come first."""
         declared = list(inspect.get_annotations(cls))
         names = [field.name for field in dataclasses.fields(cls)]
         inherited = [name for name in names if name not in declared]

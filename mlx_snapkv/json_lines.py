@@ -1,4 +1,4 @@
-"""Writes results to JSON Lines files, so that a later run can continue them."""
+"""Write results to JSON Lines files that a later run can continue."""
 
 import contextlib
 import fcntl

@@ -1,4 +1,4 @@
-"""Checks output paths before any work is done, and writes files atomically."""
+"""Check output paths before any work is done, and write files atomically."""
 
 import contextlib
 import os

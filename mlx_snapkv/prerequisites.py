@@ -1,6 +1,6 @@
-"""Checks the package's requirements without importing MLX.
+"""Check the package's requirements without importing MLX.
 
-To make only this check, run `python mlx_snapkv/prerequisites.py`.
+`python mlx_snapkv/prerequisites.py` runs only these checks.
 
 This file must run on Python 3.9, the version of macOS's `/usr/bin/python3`.
 """
