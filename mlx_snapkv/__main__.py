@@ -9,7 +9,8 @@ from .prerequisites import require_prerequisites
 def main() -> None:
     """Check the prerequisites and run the command line.
 
-    Ctrl-C ends the process immediately until `raise_on_interrupt` is called.
+    Until a command calls `raise_on_interrupt`, Ctrl-C ends the process at once instead of raising
+    KeyboardInterrupt.
     """
     require_prerequisites()
     from .cli.process import exit_on_interrupt

@@ -1,3 +1,3 @@
-"""The package version, in a module of its own to avoid circular imports."""
+"""The package version, in a separate module to avoid circular imports."""
 
 __version__ = "0.1.0"

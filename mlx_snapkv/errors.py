@@ -29,7 +29,7 @@ class SnapKVError(ValueError):
     """
 
     def __init__(self, message: str = "", *values: Any):
-        """Store the message and the values. Formatting is deferred because it depends on the interface."""
+        """Store the message unformatted, because the command line writes options differently."""
         super().__init__(message, *values)
         self._message = message
         self._values = values
@@ -85,10 +85,10 @@ class TrainedLengthWarning(UserWarning):
 
 
 class EntryFileError(SnapKVError):
-    """Entries in a file are damaged, or can't be read or written. The request itself is valid.
+    """A file of entries is damaged, or can't be read or written. The request itself is valid.
 
     Attributes:
-        path: the damaged file of a saved prompt, or None for any other error.
+        path: the damaged file, if it belongs to a saved prompt. None for all other errors.
     """
 
     def __init__(self, message: str, path: Path | None = None):
@@ -123,7 +123,11 @@ def brief(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Describe an exception in one line: a `SnapKVError` by its message, Ctrl-C as "stopped", others as in `brief`."""
+    """Describe an exception in one line.
+
+    Return a `SnapKVError`'s message, "stopped" for Ctrl-C, and the result of `brief` for any other
+    exception.
+    """
     if isinstance(error, SnapKVError):
         return " ".join(str(error).split())
     return "stopped" if isinstance(error, KeyboardInterrupt) else brief(error)

@@ -1,6 +1,6 @@
 """Base class for frozen hyper-parameter dataclasses. Values are validated, and can be written as `key=value,...`.
 
-Policies (`compress/policy.py`) and sparse attention (`sparse/options.py`) are subclasses.
+`Policy` (`compress/policy.py`) and `Sparse` (`sparse/options.py`) are derived from it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def option(
 ) -> Any:
     """Return a dataclass field that is validated by `is_allowed`.
 
-    Subclasses may override the default value. The validation still applies.
+    If a subclass overrides the default value, the validation still applies.
 
     Args:
         default: the default value.
-        is_allowed: returns whether a value is allowed.
+        is_allowed: function that returns whether a value is allowed.
         allowed: the allowed values, phrased to follow "must be" in an error message.
         help: text for `--help`, if the field has its own command-line flag.
-        compare: whether cached entries depend on the value. If not, the field is left out of comparisons and the
-            string form.
+        compare: whether cached entries depend on the value. If not, the field is left out of
+            comparisons and of the string form.
     """
     metadata = {"is_allowed": is_allowed, "allowed": allowed, "help": help}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
-    """Return a field for an integer of at least `least` and, if given, at most `most`."""
+    """Return a field for an integer of at least `least`. If `most` is set, it is the maximum."""
 
     def is_allowed(value: Any) -> bool:
         return is_whole(value) and least <= value and (most is None or value <= most)
@@ -78,7 +78,7 @@ def choice(*values: str, help: str = "") -> Any:
 
 
 def folder(help: str = "") -> Any:
-    """Return a field for a writable folder. Cached entries do not depend on it. See `option` for `help`."""
+    """Return a field for a writable folder, which comparisons ignore. See `option` for `help`."""
     return option(None, is_writable_folder, "a writable folder", help=help, compare=False)
 
 
@@ -105,7 +105,7 @@ def amount(value: int | str, whole: int) -> int:
 def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
     """Return the smallest budget with room for the sink, the window and `top_k` entries.
 
-    Return None if the window is 100%.
+    Return None if the window is 100% of the budget.
     """
     n_beside_window = n_sink + top_k
     if not isinstance(n_window, str):
@@ -113,7 +113,8 @@ def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
     share = _share(n_window)
     if share == 1:
         return None
-    # Because the window is rounded down, the budget is larger than (n_beside_window - 1) / (1 - share).
+    # Start the search at a lower bound. Any budget with enough room is larger, because the window
+    # is rounded down.
     budget = int((n_beside_window - 1) / (1 - share))
     while budget - amount(n_window, budget) < n_beside_window:
         budget += 1
@@ -139,7 +140,7 @@ class Hyperparameters:
     """Base class for validated dataclasses that can be created from a string, a dict or a keyword argument."""
 
     name: ClassVar[str]
-    # Name of a field derived from other fields, if any. It is left out of the string form.
+    # Name of the field whose value follows from other fields, or None. `__str__` omits this field.
     implied_option: ClassVar[str | None] = None
 
     def __post_init__(self):
@@ -153,7 +154,7 @@ class Hyperparameters:
 
     @classmethod
     def options(cls) -> list[str]:
-        """Return the names of all fields, starting with those declared by the class itself."""
+        """Return the names of all fields. Those declared in `cls` itself come first."""
         declared = list(inspect.get_annotations(cls))
         names = [field.name for field in dataclasses.fields(cls)]
         inherited = [name for name in names if name not in declared]
@@ -228,7 +229,7 @@ class Hyperparameters:
 
     @classmethod
     def _checks(cls) -> dict[str, Any]:
-        """Return each field's `option` metadata. A subclass that overrides a default keeps the metadata."""
+        """Return each field's `option` metadata, even if a subclass has overridden the default."""
         checks: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             fields = vars(base).get("__dataclass_fields__", {})

@@ -1,4 +1,4 @@
-"""JSON Lines files for results that a later run can continue."""
+"""Write results to JSON Lines files that a later run can continue."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ class JsonLines:
 
     Args:
         path: the file. It need not exist yet.
-        start: the first bytes of every line that this package writes.
+        start: bytes that every line written by this package starts with.
     """
 
     def __init__(self, path: Path, start: bytes):
@@ -54,7 +54,7 @@ class JsonLines:
         """Lock the file, call `read`, and cut off an incomplete last line.
 
         Args:
-            read: reads the file again, because another process may have written to it.
+            read: function that reads the file again, in case another process has written to it.
 
         Raises: SnapKVError: the file can't be written, or another process has locked it.
         """
@@ -68,7 +68,7 @@ class JsonLines:
                 raise SnapKVError(f"{self.path} {why}") from None
             read()
             os.ftruncate(self._file, self._size)
-            undo.pop_all()  # the file stays open
+            undo.pop_all()  # keep the file open
 
     @property
     def is_empty(self) -> bool:
@@ -82,7 +82,7 @@ class JsonLines:
             self._file = -1
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a record as one line, atomically, and flush it to disk.
+        """Append a record as one line and flush it to disk. If this fails, remove the partial line.
 
         Raises: OSError: the line can't be written, for example because the disk is full.
         """

@@ -1,4 +1,4 @@
-"""Checks output paths before any work is done, and writes files atomically."""
+"""Check output paths before any work is done, and write files atomically."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ def path_of(name: str | Path, option: str | None = None) -> Path:
         name: an absolute path, or a path relative to the current folder.
         option: name of an option to mention in the error message.
 
-    Raises: SnapKVError: there is no such home folder.
+    Raises: SnapKVError: the home folder can't be found.
     """
     try:
         return Path(name).expanduser()

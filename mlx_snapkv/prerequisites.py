@@ -1,4 +1,6 @@
-"""Checks the package's requirements without importing MLX. Can be run as `python mlx_snapkv/prerequisites.py`.
+"""Check the package's requirements without importing MLX.
+
+`python mlx_snapkv/prerequisites.py` runs only these checks.
 
 This file must run on Python 3.9, the version of macOS's `/usr/bin/python3`.
 """

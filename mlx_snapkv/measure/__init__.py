@@ -1,1 +1,1 @@
-"""Measure fidelity, answers, kept entries and speed on a user's own texts and machine."""
+"""Measure fidelity, answers, kept entries and speed on the user's texts and machine."""

@@ -32,7 +32,8 @@ class Answer:
     Attributes:
         tokens: answer tokens, including any end-of-sequence token.
         cache: prompt cache after the answer. With sparse attention, it contains all entries.
-        times: `time.perf_counter()` at the start and after each token, except for the `first_tokens` of `decode`.
+        times: `time.perf_counter()` at the start and after each decoded token. The `first_tokens`
+            of `decode` are not decoded, so they have no time.
         n_times_before: number of `times` before compression.
     """
 
@@ -56,16 +57,17 @@ def decode(
     on_report: Callable[[CompressionReport], None] = lambda report: None,
     **options: Any,
 ) -> Answer:
-    """Decode a greedy answer, after reading the tokens of the prompt and `first_tokens` that are not in `cache` yet.
+    """Read the tokens that `cache` has not read yet, then decode a greedy answer.
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         prompt: token ids of the whole prompt.
         max_tokens: maximum number of tokens in the answer, including `first_tokens`.
-        cache: prompt cache to decode from. It must not have read the last token of `[*prompt, *first_tokens]`.
+        cache: prompt cache to continue from. At least the last token of `[*prompt, *first_tokens]`
+            must still be unread.
         report: report on the cache's compression, or None if `stream_generate` should compress the prompt.
-        first_tokens: first answer tokens, if already known.
+        first_tokens: the answer's first tokens, if they are already known.
         on_text: called with each new part of the answer's text. End-of-sequence tokens have no text.
         on_report: called with the report of `stream_generate`, unless `report` is given.
         **options: keyword arguments for `stream_generate`, ignored if `report` is given.
@@ -127,20 +129,24 @@ class Compared:
 
     Attributes:
         tokens: answer tokens, including any end-of-sequence token.
-        entries: entries kept per KV head or, with sparse attention, read per token, in the layer with the most.
-        kv_bytes: bytes of keys, values and indexes in memory after compression. For the full cache, after the answer.
-        first_token_seconds: seconds from the start of prefill to the first token. Methods that share a reading have the
-            same value.
+        entries: number of entries kept per KV head or, with sparse attention, read per token. If
+            layers differ, this is the largest number.
+        kv_bytes: bytes of keys, values and indexes in memory after compression. For the full cache,
+            measured after the answer.
+        first_token_seconds: seconds from the start of prefill to the first token. Methods that
+            share one reading of the prompt have the same value.
         tokens_per_second: decoding speed after compression, or None if there are too few tokens.
-        kl: mean KL divergence from the full cache over the full cache's answer, in nats per token. Only tokens after
-            compression count, as in `eval fidelity --setting known`. None if that answer ends before compression.
+        kl: mean KL divergence from the full cache over the full cache's answer, in nats per token.
+            Only tokens after compression count, as in `eval fidelity --setting known`. None if the
+            full cache's answer ends before compression.
         n_before: number of answer tokens decoded before compression.
         uncompressed: why `kl` is None, in one sentence. None if `kl` is a number.
-        differs: first difference from the full cache's answer: (token index, text before it, text of the full cache's
-            token, text of this answer's token). None if the answers are equal.
+        differs: the first difference from the full cache's answer, as (token index, text before the
+            token, text of the full cache's token, text of this answer's token). None if the answers
+            are equal.
         reason: why the method leaves the prompt to the full cache, or None if it does not.
-        kept: `(n_prompt,)`, share of all layers' KV heads that keep each prompt token's entry. None for methods that
-            evict nothing.
+        kept: `(n_prompt,)`, for each prompt token, the share (0 to 1) of KV heads that keep its
+            entry, over all layers. None for methods that evict nothing.
     """
 
     name: str
@@ -177,12 +183,12 @@ def compare(
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         tokens: token ids of the prompt.
         methods: the full cache, followed by the methods to compare with it.
         max_tokens: maximum number of tokens in each answer.
-        on_text: called with a method's name and each new part of its answer's text.
-        **options: `prefill_step_size` and `prompt_progress_callback` for each reading.
+        on_text: called with a method's name and each new part of the method's answer.
+        **options: `prefill_step_size` and `prompt_progress_callback`, for reading the prompt.
     """
     comparison = _Comparison(model, tokenizer, tokens, methods, max_tokens, on_text, options)
     yield comparison.full
@@ -191,7 +197,7 @@ def compare(
 
 
 class _Comparison:
-    """A prompt and the full cache's answer to it. See `compare` for the arguments.
+    """Answers one prompt with several methods. See `compare` for the arguments.
 
     Attributes:
         full: the full cache's answer.
@@ -277,17 +283,17 @@ class _Comparison:
     def _answer_from_shared_reading(
         self, method: Method, n_before: int
     ) -> tuple[Answer, np.ndarray | None, mx.array]:
-        """Answer with a policy that compresses the shared reading.
+        """Answer with a policy that can compress the shared reading of the prompt.
 
         Args:
             method: the policy.
             n_before: number of answer tokens decoded before compression. They are taken from the full cache's answer.
 
-        Returns: The answer, `Compared.kept`, and the log-probabilities `(m, vocab_size)` for the last `m` tokens of the
-            full cache's answer.
+        Returns: The answer, `Compared.kept`, and the policy's log-probabilities `(m, vocab_size)`
+            for the last `m` tokens of the full cache's answer.
         """
         cache, report = self._reading.compress(method.policy, answering=True)
-        compressed_cache = copy.deepcopy(cache)  # for the predictions: decoding changes the cache
+        compressed_cache = copy.deepcopy(cache)  # because decoding changes `cache`
         first_tokens = self.full.tokens[:n_before]
         answer = self._decode(method.name, cache, report, first_tokens=first_tokens)
         kept_share = self._kept_share(compressed_cache)
@@ -296,7 +302,10 @@ class _Comparison:
     def _answer_from_own_reading(
         self, method: Method
     ) -> tuple[Answer, np.ndarray | None, mx.array]:
-        """Answer with a method that needs its own pass over the prompt; see `_answer_from_shared_reading`."""
+        """Answer with a method that needs a separate pass over the prompt.
+
+        See `_answer_from_shared_reading` for the result.
+        """
         cache = make_prompt_cache(self._model)
         compressed_cache: list | None = None
 
@@ -310,9 +319,10 @@ class _Comparison:
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
         if compressed_cache is not None and not lookahead_of(method.policy):
             return answer, kept_share, self._reference.predictions(compressed_cache)
-        # Predict in a second request. With sparse attention, `cache` has all entries, and only the tokens of a request
-        # choose among them. With a lookahead, `compressed_cache` has read tokens of this answer, which may differ from
-        # the full cache's answer.
+        # Make the predictions in a second request, because the first one's caches are unsuitable.
+        # Tokens fed to a sparse request's `cache` would read all entries. With a lookahead,
+        # `compressed_cache` has read tokens of this answer, which may differ from the full cache's
+        # answer.
         options.pop("prompt_progress_callback", None)
         return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
 
@@ -354,7 +364,7 @@ def _difference(
         return None
     n_same = common_prefix([full_tokens, tokens])
     text_before = tokenizer.decode(full_tokens[max(0, n_same - N_CONTEXT_TOKENS) : n_same])
-    # Either text is empty if its answer has ended.
+    # If an answer has ended, the text of its token is empty.
     full_token_text = tokenizer.decode(full_tokens[n_same : n_same + 1])
     token_text = tokenizer.decode(tokens[n_same : n_same + 1])
     return n_same, text_before, full_token_text, token_text

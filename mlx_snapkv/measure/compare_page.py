@@ -69,7 +69,7 @@ def _column_html(name: str, text_html: str) -> str:
 
 
 def _with_marked_words(full_text: str, text: str) -> tuple[str, str]:
-    """Render both texts as HTML, with marks around words that occur in only one of them."""
+    """Render both texts as HTML, with marks around the words that differ."""
     words_and_spaces = re.compile(r"\s+|\S+")
     full_words = words_and_spaces.findall(full_text)
     words = words_and_spaces.findall(text)

@@ -1,4 +1,4 @@
-"""Build the caches that `bench` compares, and its default model."""
+"""Build the caches that `bench` compares, and the model that it uses by default."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +36,9 @@ class Contender:
     """A kind of cache to measure.
 
     Attributes:
-        entries: entries that a decoding step reads per KV head.
+        entries: number of entries that a decoding step reads per KV head.
         policy: the setting, or None for mlx-lm's own caches.
-        bits, group_size: mlx-lm's quantisation of the full cache. `bits` is None if it is not quantised.
+        bits, group_size: mlx-lm's quantisation settings. `bits` is None without quantisation.
         rotates: whether the cache is mlx-lm's rotating cache (`--max-kv-size`).
     """
 
@@ -58,7 +58,7 @@ class Contender:
             layer: layer that the cache belongs to.
             keys: keys of the cached entries, `(B, n_kv_heads, n, head_dim)`.
             values: values of the same entries, same shape.
-            context: prompt length in tokens. If it exceeds `n`, the other entries count as evicted.
+            context: prompt length in tokens. If `n` is smaller, the other entries were evicted.
         """
         if self.policy is None:
             return self._mlx_lm_cache(keys, values)
@@ -102,7 +102,7 @@ def _random_last_queries(layer: AttentionLayer, keys: mx.array) -> Queries:
 
 
 def make_random_model() -> llama.Model:
-    """Create `bench`'s default model, with the same random weights in every run.
+    """Create `bench`'s default model. Its weights are random, but the same each time.
 
     The model is small, so that attention takes most of the time, even on a CPU.
     """
@@ -172,7 +172,8 @@ def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     """Return a contender's prompt cache after a prompt of `context` tokens.
 
-    Full-attention layers get random entries, because speed depends only on shapes. Other layers read a few tokens.
+    Full-attention layers get random entries, because speed depends only on shapes. The caches of
+    other layers have read a few tokens.
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))

@@ -14,7 +14,7 @@ from ..models import attention_classes
 from ..models.patch import recording
 from .reading import Reading
 
-MIN_LOG_PROBABILITY = -1e4  # minimum, because with -inf a divergence would be NaN
+MIN_LOG_PROBABILITY = -1e4  # replaces -inf, which could make divergences NaN
 
 
 class Reference:
@@ -23,7 +23,8 @@ class Reference:
     Args:
         reading: the prompt, read into full caches.
         tokens: the tokens after the prompt.
-        n_fed: number of `tokens` to feed along with the prompt. The rest are judged.
+        n_fed: number of `tokens` to feed along with the prompt. The other tokens are judged: their
+            predictions are compared with the full cache's.
 
     Attributes:
         prompt: prompt tokens, followed by the first `n_fed` of `tokens`.
@@ -45,7 +46,7 @@ class Reference:
         """Return the full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
         logprobs = self.predictions(self._reading.full_cache())
         if not self._n_fed:
-            # The prompt's last token has already been fed, so the first prediction comes from that pass.
+            # `full_cache` has read the whole prompt, so take the first prediction from the reading.
             logprobs = mx.concatenate([self._first_logprobs, logprobs])
         mx.eval(logprobs)
         return logprobs
@@ -56,13 +57,14 @@ class Reference:
         return log_softmax(self._reading.next_logprobs[None])
 
     def predictions(self, cache: list) -> mx.array:
-        """Feed the unread tokens to a cache and return the predictions for the last `m` judged tokens.
+        """Feed a cache the tokens that it has not read, and return its predictions.
 
-        The result is log-probabilities `(m, vocab_size)`. If the cache has already read the prompt and `k` judged
-        tokens, the first `k + 1` judged tokens have no prediction.
+        The result is log-probabilities `(m, vocab_size)` for the last `m` judged tokens. If the
+        cache has already read the prompt and `k` judged tokens, the first `k + 1` judged tokens
+        have no prediction.
         """
         model = self._reading.model
-        # The last token does not need to be fed.
+        # Don't feed the last token, because no token after it is predicted.
         unread = [*self.prompt, *self._tokens][n_tokens(cache) : -1]
         if not unread:
             return self._first_logprobs[:0]
@@ -84,7 +86,7 @@ class Reference:
             **options: other keyword arguments for `generate_step`.
         """
         known_tokens = iter(self._tokens)
-        # Number of tokens predicted before compression, or all of them if nothing is compressed.
+        # Number of tokens predicted before compression: all, if nothing is compressed.
         n_before = len(self)
         predictions: list[mx.array] = []
 
@@ -112,11 +114,15 @@ class Reference:
         return log_softmax(mx.stack(after_compression))
 
     def kl_and_same(self, logprobs: mx.array) -> dict[str, Any]:
-        """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.
+        """Compare log-probabilities for the last `m` judged tokens with the full cache's.
+
+        Args:
+            logprobs: `(m, vocab_size)`.
 
         Returns:
-            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens whose top
-            prediction is also the full cache's. Both values are scalar arrays, or None if there are no tokens.
+            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens
+            for which both caches predict the same token. Both values are scalar arrays, or None if
+            `m` is 0.
         """
         n_predicted = len(logprobs)
         if n_predicted == 0:
@@ -133,8 +139,8 @@ class Reference:
 def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     """Feed `n` known tokens to a cache, and return the logits after each of them, `(n, vocab_size)`.
 
-    The logits are the same as if the tokens were fed one by one. Where possible, one call feeds all tokens, or all
-    tokens between evictions. If tokens choose what they read, each call feeds one token.
+    The logits are the same as if the tokens were fed one by one. If each token chooses the entries
+    that it reads, each call feeds one token. Otherwise, calls are split only where a cache evicts.
     """
     layers = attention_layers(model, prompt_cache)
     tokens_choose = any(layer.layer_cache_in(prompt_cache).chooses for layer in layers)

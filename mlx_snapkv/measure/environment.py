@@ -46,7 +46,10 @@ def versions_and_machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the checkout's commit, with "+" if there are local changes. Return "unknown" without a checkout or Git."""
+    """Return the checkout's commit, followed by "+" if there are local changes.
+
+    Return "unknown" if the package does not run from a checkout, or if Git is not installed.
+    """
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     folder = Path(__file__).parent
     try:
@@ -58,7 +61,7 @@ def _commit() -> str:
 
 
 def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
-    """Collect what a bug report needs, as names and values.
+    """Collect information for a bug report, as a dict of names and values.
 
     Args:
         model: if given, the result says whether MLX has fused attention kernels for this model.
@@ -119,8 +122,8 @@ def sparse_kernels_text() -> str:
 def fused_attention_text(model: Any) -> str:
     """Say whether MLX's fused attention kernel supports a model's head sizes for prompt chunks.
 
-    Without this kernel, all of a chunk's attention scores are in memory at the same time. If the model can't be
-    compressed, return the reason.
+    Without the fused kernel, all of a chunk's attention scores are in memory at the same time. If
+    the model can't be compressed, return the reason.
     """
     try:
         layers = attention_layers(model, make_prompt_cache(model))

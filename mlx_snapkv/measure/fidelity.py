@@ -35,7 +35,7 @@ from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
 FIDELITY_SETTINGS = (TEXT, KNOWN, LATER)
-JUDGED_TOKENS = "after the compression"  # recorded in the settings of result files
+JUDGED_TOKENS = "after the compression"  # describes the judged tokens in result files
 FIDELITY_REMARK = (
     "All methods get the same texts and answers. KL: the divergence of the predictions with the compressed cache from "
     "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
@@ -77,17 +77,17 @@ def run(
 ) -> list[Record]:
     """Measure every piece with every method in every setting and return the records.
 
-    See `Results.complete`.
+    Records that `results` already contains are not measured again.
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         pieces: pieces of the user's texts.
-        methods: the full cache, policies and sparse attention.
+        methods: the methods to measure. One of them must be the full cache.
         settings: settings to measure, from `FIDELITY_SETTINGS`.
-        questions: questions about the pieces, used in turn.
+        questions: questions to ask about the pieces, in turn.
         max_tokens: maximum number of tokens in an answer.
-        results: records of earlier runs. Missing records are added.
+        results: records of earlier runs. New records are added.
         on_piece: called after each piece.
     """
     policies = {method.name: method.policy for method in methods}
@@ -138,7 +138,7 @@ def _record_keys(
 
 
 def without_lookahead(setting: Setting | None) -> Setting | None:
-    """Return the setting without its lookahead, for texts that are compressed before there is an answer."""
+    """Return the setting without a lookahead, for text that is compressed before the answer."""
     if not isinstance(setting, Compress) or not lookahead_of(setting):
         return setting
     decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]
@@ -163,7 +163,7 @@ def read_piece(
         model: an mlx-lm model.
         piece: the piece.
         frame: tokens before and after the piece.
-        policies: settings of all methods. None means the full cache.
+        policies: each method's policy or sparse attention, or None for the full cache.
         settings: settings to measure, from `FIDELITY_SETTINGS`.
         max_tokens: maximum number of tokens in an answer.
         stop_tokens: tokens that end an answer.
@@ -186,20 +186,20 @@ def read_piece(
     if TEXT in settings:
         if text_reading is None:
             text_reading = read_once(model, [*frame.start, *piece.tokens], text_policies)
-        # The first token after the piece is predicted before compression. Feed it, and judge the tokens after it.
+        # Don't judge the first token after the piece: prefill predicts it, before compression.
         following_text = Reference(text_reading, piece.following, n_fed=1)
         reading_by_setting[TEXT] = text_reading, following_text
     return reading_by_setting
 
 
 def judge(setting: str, reading: Reading, reference: Reference, policy: Setting | None) -> Record:
-    """Return a method's figures for one piece. Some are scalar arrays.
+    """Return a method's figures for one piece. Some figures are scalar arrays.
 
     Args:
         setting: one of `FIDELITY_SETTINGS`.
         reading: the reading to compress, from `read_piece`.
         reference: the tokens to judge, from `read_piece`.
-        policy: the method's setting, or None for the full cache.
+        policy: the method's policy or sparse attention, or None for the full cache.
     """
     if setting == KNOWN and policy is not None and not shares_reading(policy):
         predictions, cache_figures = _predictions_of_own_reading(reading, reference, policy)
@@ -219,7 +219,7 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
 def _predictions_of_own_reading(
     reading: Reading, reference: Reference, policy: Setting
 ) -> tuple[mx.array, Record]:
-    """Read the prompt with `generate_step`. Return its predictions and its cache's figures."""
+    """Read the prompt with `generate_step`, and return the predictions and the cache's figures."""
     cache = make_prompt_cache(reading.model)
     figures_by_report: list[Record] = []
 
@@ -228,7 +228,7 @@ def _predictions_of_own_reading(
         figures_by_report.append(_cache_figures(reading, cache, report))
 
     predictions = reference.generate(policy, note_figures, prompt_cache=cache)
-    (cache_figures,) = figures_by_report  # there is one report
+    (cache_figures,) = figures_by_report  # there is exactly one report
     return predictions, cache_figures
 
 
@@ -237,8 +237,8 @@ def _compressed_cache(
 ) -> tuple[list, CompressionReport]:
     """Return the cache to predict the judged tokens from, and its compression report."""
     if isinstance(policy, Sparse):
-        # Read the question, if any, as a later turn, but leave out its last token: `predictions` feeds it, and it
-        # predicts the first judged token.
+        # If there is a question, read all but its last token as a later turn. `predictions` feeds
+        # the last token to predict the first judged token.
         later_tokens = reference.prompt[len(reading.tokens) : -1]
         return read_sparsely(reading.model, policy, reading.tokens, later_tokens)
     if setting == KNOWN:
@@ -247,7 +247,7 @@ def _compressed_cache(
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """Return a cache's mean entries per layer, its size in bytes, and the reason if it was not compressed."""
+    """Return the mean entry count over layers, the KV bytes, and any reason not to compress."""
     counts_by_layer = [n_entries for n_entries in report.entries_kept if n_entries is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after
@@ -307,7 +307,8 @@ def _summary(
         reference = [others[i][key] for i in judged_pieces]
         return difference(scores, reference, documents)
 
-    # Differences only make sense over the same judged tokens, which depend on the lookahead.
+    # A difference is only meaningful if both methods judge the same tokens. Their lookaheads
+    # determine which tokens are judged.
     judges_same_tokens = all(
         record["judged"] == first_record["judged"]
         for record, first_record in zip(records, first_records)
@@ -382,7 +383,7 @@ def _table(summary: Summary, setting: str) -> Table:
 
 
 def _remark(summary: Summary, setting: str) -> str:
-    """Return the remark of a setting's table: counts, what is scored, and which answers are not."""
+    """Return the remark of a setting's table: counts, what is scored, and what is not scored."""
     _, about = SETTING_TEXTS[setting]
     counts = summary[0]  # the same for all methods
     tokens = "tokens of the answers" if setting == KNOWN else "tokens scored"

@@ -80,9 +80,9 @@ class Inspection:
 
     @property
     def shares(self) -> list[float | None]:
-        """Return, for each of `layers`, the share (0 to 1) of the voters' attention that went to kept entries.
+        """Return, for each of `layers`, the share (0 to 1) of attention that went to kept entries.
 
-        The share is None if there are no voters.
+        Only the attention of voting queries counts. The share is None if no queries vote.
         """
         shares = self.report.attention_share
         return [shares[layer] if shares else None for layer in self.layers]
@@ -90,7 +90,7 @@ class Inspection:
     def density(self, n_columns: int) -> np.ndarray:
         """Return the share (0 to 1) of entries kept in each of `n_columns` prompt parts, `(n_layers, n_columns)`.
 
-        A prompt with fewer tokens has one column per token.
+        If the prompt has fewer than `n_columns` tokens, each token is one part.
         """
         n_columns = min(n_columns, self.n_tokens)
         edges = np.linspace(0, self.n_tokens, n_columns + 1).round().astype(int)
@@ -159,17 +159,17 @@ def inspect_prompt(
 ) -> Inspection:
     """Answer a prompt greedily, like `generate`, and record which entries were kept and what the answer attended to.
 
-    Attention weights are computed from the model's own queries. Every token waits for this computation, so the speed
-    is not representative.
+    Attention weights are computed separately, from the model's queries. This slows down every
+    token, so the speed is not representative.
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer.
-        prompt: token ids, or text without a chat template; see `stream_generate`.
+        tokenizer: the model's tokenizer.
+        prompt: text or token ids. No chat template is applied.
         max_tokens: maximum number of tokens in the answer.
         snapkv: see `stream_generate`.
-        policy: see `stream_generate`; "auto" is not supported. Without a policy, or below its `min_ctx`, nothing is
-            evicted.
+        policy: see `stream_generate`; "auto" is not supported. Nothing is evicted without a policy,
+            or if the prompt is shorter than the policy's `min_ctx`.
         **options: `prefill_step_size` and `prompt_progress_callback`; see `prefill`.
 
     Raises: SnapKVError: the prompt is empty, `max_tokens` is below 1, the policy is invalid, or the model is not
@@ -184,7 +184,8 @@ def inspect_prompt(
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:
-        # This cache records no queries itself, but calls `on_queries` if nothing is evicted.
+        # Without compression, the request runs on these caches. They store no queries, but pass
+        # them to the `on_queries` callback.
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
     recorder = Recorder(layers, tokens.size, max_tokens)
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
@@ -266,7 +267,8 @@ def _make_inspection(
         is_special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         has_votes = bool(recorder.votes)
         sentences = rank_sentences(prompt_text, prompt_spans, is_special, counts, has_votes)
-    # If the prompt's last token and the first answer token share a character, they also share a span.
+    # The first answer tokens may share a character, and so a span, with the prompt's last token.
+    # Leave this character out, because it is in the prompt's text.
     answer_texts = [text[max(start, prompt_end) : stop] for start, stop in spans[n_prompt:]]
     return Inspection(
         policy=recorder.report.policy,

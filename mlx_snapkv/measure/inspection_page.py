@@ -52,14 +52,14 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
 
 def _utf16_length(text: str) -> int:
-    """Return a text's length in UTF-16 code units, as JavaScript counts it."""
+    """Return a text's length in JavaScript, which counts UTF-16 code units."""
     return len(text.encode("utf-16-le")) // 2
 
 
 def _token_groups(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
     """Group tokens that share a span. Return the groups' spans and sizes.
 
-    Tokens without text are not grouped.
+    Each token without text gets a separate group.
     """
     group_spans: list[Span] = []
     group_sizes: list[int] = []
@@ -130,7 +130,7 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
     """
     from matplotlib.figure import Figure
 
-    # The height of each map in inches: a title, and a row per layer.
+    # The height of each map in inches, with a title and a row per layer.
     heights = [
         0.9 + 0.22 * min(len(inspection.layers), 3 * MAX_TICKS) for inspection in inspections
     ]

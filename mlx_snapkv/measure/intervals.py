@@ -26,8 +26,9 @@ def difference(
         tasks: each question's task. By default, all questions share one task.
 
     Returns:
-        The `mean`, the bounds `low` and `high` of its 95% interval over `RESAMPLES` resamples, and how many questions
-        scored `better` and `worse`.
+        The `mean` difference, the bounds `low` and `high` of the 95% interval over `RESAMPLES`
+        resamples, and the numbers of questions with a higher (`better`) and a lower (`worse`)
+        score.
     """
     changes = np.subtract(scores, reference, dtype=float)
     documents = np.array([repr(group) for group in groups])
@@ -65,7 +66,10 @@ def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np
 
 
 def interval(figures: dict[str, float], number_format: str, scale: float = 1) -> str:
-    """Format the mean and interval of a `difference`, with a number format such as ".3f"."""
+    """Format the mean and the interval of a `difference`, multiplied by `scale`.
+
+    `number_format` is a format such as ".3f".
+    """
     mean, low, high = (
         format(scale * figures[key], number_format) for key in ("mean", "low", "high")
     )

@@ -28,9 +28,10 @@ TOKENS_PER_EVALUATION = 8
 
 
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
-    """Return the lengths at which sparse prefill and sparse decoding become faster on this machine.
+    """Return the lengths at which sparse prefill and decoding become faster than the full cache.
 
-    On a GPU, missing decoding speeds are estimated. On a CPU, an estimate would take too long.
+    The speeds come from this machine's speed record. If the record lacks a decoding speed, both are
+    estimated by timing a layer, but only on a GPU. On a CPU, this would take too long.
 
     Args:
         model: an mlx-lm model. Its weights may be uninitialised.
@@ -47,7 +48,8 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 def layer_speed(model: Any) -> Speed:
     """Estimate one token's attention time over all layers, with full and with sparse attention.
 
-    Only the difference between the two is meaningful for a whole token, because the rest of the model is not timed.
+    Only the difference between the two times is meaningful for a whole token, because the rest of
+    the model is not timed.
 
     Args:
         model: an mlx-lm model. Its weights may be uninitialised.
@@ -65,7 +67,10 @@ def layer_speed(model: Any) -> Speed:
 
 
 def _layer_seconds(model: Any, layer: AttentionLayer, n_entries: int) -> dict[str, float]:
-    """Time one token's attention to `n_entries` random entries in one layer. Return the seconds by kind."""
+    """Time one token's attention to `n_entries` random entries in one layer.
+
+    Return the seconds by kind of measurement: `DECODE_FULL` and `DECODE_SPARSE`.
+    """
     token_keys, token_values = layer.cache_in(token_caches(model)).keys_and_values()
     entries = Entries(random_like(token_keys, n_entries), random_like(token_values, n_entries))
     new_entry = random_like(token_keys, 1), random_like(token_values, 1)

@@ -32,15 +32,15 @@ from ..sparse.options import Sparse
 
 # Each policy's recording caches, one per full-attention layer.
 Recorders = dict[Setting, list[RecordingKVCache]]
-ANSWER_CAPACITY = 256  # answer tokens to preallocate buffers for
+ANSWER_CAPACITY = 256  # number of answer tokens to preallocate buffers for
 
 
 def shares_reading(setting: Setting | None) -> bool:
     """Return whether a policy can choose from full caches that it shares with other policies.
 
-    Also return True for the full cache (None). Some settings need their own pass over the prompt: block policies evict
-    during prefill, h2o accumulates the attention of all queries, and with sparse attention each chunk chooses what it
-    reads.
+    Also return True for the full cache (None). Some settings need a separate pass over the prompt:
+    block policies evict during prefill, h2o accumulates the attention of all queries, and with
+    sparse attention, each chunk chooses the entries that it reads.
     """
     if setting is None:
         return True
@@ -54,7 +54,7 @@ def lookahead_of(setting: Setting | None) -> int:
 
 
 class SharedKVCache(RecordingKVCache):
-    """A full KV cache for one layer that passes its queries to several `recorders`.
+    """One layer's full KV cache, which passes the queries of new tokens to several `recorders`.
 
     The recorders contain no entries. `RecordingKVCache.with_entries_of` combines their queries with this cache's
     entries.
@@ -85,15 +85,16 @@ class SharedKVCache(RecordingKVCache):
 class Reading:
     """A prompt read into full caches, with the queries that each policy needs. See `read_once`.
 
-    `compress` keeps the same entries as `prefill` and `generate_step`, regardless of the other policies.
+    `compress` keeps the same entries as `prefill` and `generate_step`, no matter which other
+    policies share the reading.
 
     Args:
         model: an mlx-lm model.
         tokens: token ids of the whole prompt.
-        caches: caches that have read all of the prompt but the `unread` tokens.
+        caches: caches that have read the prompt up to the `unread` tokens.
         recorders: each policy's recording caches.
-        suffixes: recorders for the prompt extended by each suffix. See `followed_by`.
-        unread: the last tokens of the prompt (at least one), still to be read.
+        suffixes: for each suffix that `followed_by` can append, recorders for the longer prompt.
+        unread: the prompt's last tokens (at least one). The constructor reads them.
         **options: keyword arguments for mlx-lm's `generate_step`, used for prefill.
 
     Attributes:
@@ -131,12 +132,12 @@ class Reading:
         for i, layer in enumerate(self._layers):
             shared_cache = layer.cache_in(caches)
             shared_cache.step = KVCache.step
-            # The suffixes' recorders need no queries from the answer.
+            # From now on, only answer tokens are fed. The suffixes' recorders must not record them.
             shared_cache.recorders = _layer_recorders(recorders, i)
         # Copies of the caches, keyed by the number of tokens that they have read. Full-attention layers' caches are not
         # copied, because entries are only ever appended to them.
         self._cache_copies = {len(tokens): copies_sharing_entries(caches, self._layers)}
-        # The answer tokens fed so far, followed by the next one.
+        # The answer tokens fed so far, followed by the next token.
         self._answer = [_most_likely(self.next_logprobs)]
         self._forced: list[int] = []  # see `force`
 
@@ -166,7 +167,7 @@ class Reading:
         )
 
     def full_cache(self) -> list:
-        """Return a prompt cache with all prompt entries. Arrays are shared until they are written to."""
+        """Return a prompt cache with all prompt entries. Arrays are shared, and copied on write."""
         n_prompt = len(self.tokens)
         caches = copies_sharing_entries(self._cache_copies[n_prompt], self._layers)
         for layer in self._layers:
@@ -175,7 +176,10 @@ class Reading:
         return caches
 
     def force(self, tokens: Sequence[int]) -> None:
-        """Start the answer with `tokens` instead of the model's own. Call this before `answer` and `compress`."""
+        """Start the answer with `tokens` instead of the model's predictions.
+
+        Call this before `answer` and `compress`.
+        """
         self._forced = list(tokens)
         self._answer = self._forced[:1]
 
@@ -193,15 +197,15 @@ class Reading:
     def compress(
         self, policy: Setting | None, answering: bool = False
     ) -> tuple[list, CompressionReport]:
-        """Return the prompt cache that `prefill` would return for a policy, and its report.
+        """Return the prompt cache and the report that `prefill` would return for a policy.
 
         If the policy has a lookahead, the first tokens of the full cache's answer vote too.
 
         Args:
             policy: one of the policies passed to `read_once`, or None for the full cache.
-            answering: if True, return the cache that `generate_step` decodes from after compression. That cache has
-                also read as many answer tokens as the policy's lookahead, but at least one. If nothing is compressed,
-                `answering` has no effect.
+            answering: if True, return the cache that `generate_step` decodes from after
+                compression. That cache has also read the first `max(1, lookahead)` answer tokens.
+                If nothing is compressed, `answering` has no effect.
 
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
@@ -226,7 +230,7 @@ class Reading:
         n_read = n_prompt
         if answering:
             n_read += request.plan.n_fed_before_compression
-        # Voters after the prompt are answer tokens, so feed these first.
+        # If answer tokens vote, feed them first.
         self._feed_answer(max(n_read, request.plan.voters.stop) - n_prompt)
         caches = copies_sharing_entries(self._cache_copies[n_read], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
@@ -264,14 +268,14 @@ def read_once(
     Args:
         model: an mlx-lm model.
         tokens: token ids of the prompt.
-        policies: policies that may be passed to `Reading.compress`.
-        suffixes: token ids that `Reading.followed_by` may append to the prompt.
+        policies: policies that can be passed to `Reading.compress`.
+        suffixes: token ids of each text that `Reading.followed_by` can append to the prompt.
         **options: keyword arguments for mlx-lm's `generate_step`. By default, chunks have `largest_chunk()` tokens.
 
     Raises: SnapKVError: the model is not supported, or a budget is too small for sink and window.
     """
     unique_policies = dict.fromkeys(policies)
-    # Policies that don't share this reading read the prompt on their own.
+    # Policies that can't share a reading need no recorders.
     recorded_policies = [
         policy for policy in unique_policies if policy is not None and shares_reading(policy)
     ]
@@ -300,8 +304,8 @@ def read_sparsely(
         model: an mlx-lm model.
         sparse: sparse attention options.
         tokens: token ids of the prompt.
-        later_tokens: tokens read after the prompt, like the next turn of a conversation. If given, the report covers
-            this turn.
+        later_tokens: tokens to read after the prompt, as the next turn of a conversation. If there
+            are any, the report is about that turn.
     """
     earlier_cache: list | None = None
     unread = tokens

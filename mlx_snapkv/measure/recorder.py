@@ -15,13 +15,14 @@ MAX_RECORDED = 24  # number of prompt tokens recorded per answer token and layer
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The attention that predicted each answer token, averaged over each layer's query heads.
+    """The attention of the query that predicted each answer token, averaged over query heads.
 
     Attributes:
-        positions: int32 `(n_answer, n_layers + 1, n)`, prompt tokens with the most attention, in descending order.
-            Index `n_layers` on the second axis is the mean of all layers. Missing tokens are -1.
-        weights: float32, same shape, each of these tokens' share (0 to 1) of the attention.
-        own: float32 `(n_answer, n_layers + 1)`, earlier answer tokens' share of the attention.
+        positions: int32 `(n_answer, n_layers + 1, n)`, positions of the prompt tokens with the most
+            attention, in descending order of attention. The last index of the second axis is the
+            mean over all layers. Unused elements are -1.
+        weights: float32, same shape, share (0 to 1) of the attention that each token gets.
+        own: float32 `(n_answer, n_layers + 1)`, share that earlier answer tokens get.
         n_before: number of answer tokens predicted before compression.
     """
 
@@ -32,7 +33,9 @@ class Attended:
 
 
 class Recorder:
-    """Records which entries a request keeps and, from the model's own queries, what its answer attends to.
+    """Records which entries a request keeps and what its answer attends to.
+
+    Attention weights are computed from the model's queries.
 
     Args:
         layers: the model's full-attention layers.
@@ -41,7 +44,7 @@ class Recorder:
 
     Attributes:
         kept: kept positions `(n_kv_heads, n)`, by layer number. Empty if nothing was evicted.
-        votes: votes for `kept`, by layer number. Empty if the policy has no votes.
+        votes: votes for the kept entries, by layer number. Empty if the policy has no votes.
         n_heads: number of KV heads in each layer, or 0 before the layer's first call.
         report: the compression report.
     """
@@ -71,16 +74,16 @@ class Recorder:
     def on_report(self, report: CompressionReport) -> None:
         """Store the report.
 
-        If the prompt was compressed, also store how many answer tokens were predicted before that.
+        If the prompt was compressed, also store how many answer tokens had been predicted by then.
         """
         self.report = report
         if report.compressed:
             self._n_before = len({*self._recorded, *self._pending})
 
     def on_queries(self, cache: Any, queries: mx.array) -> None:
-        """Compute a single query's attention weights, if it is the prompt's last query or a later one.
+        """Compute a query's attention weights, if it predicts an answer token.
 
-        See `entries.queries.on_queries`.
+        Calls with several queries are ignored. For the arguments, see `entries.queries.on_queries`.
         """
         query_position = cache.offset - 1
         is_single_query = queries.shape[2] == 1
@@ -176,9 +179,10 @@ class Recorder:
         return padded
 
     def counts(self, quota: Quota) -> np.ndarray:
-        """Return `counts` for `sentences.rank_sentences`, `(5, n_tokens)`, assuming every layer kept `quota`.
+        """Return the `counts` argument of `sentences.rank_sentences`, `(5, n_tokens)`.
 
-        A head always keeps the sink and the recent window, and chooses among the entries in between.
+        A head always keeps the sink and the recent window, whose sizes are in `quota`. It chooses
+        among the entries in between.
         """
         n_tokens = self._n_prompt
         # 1 for tokens that a head can choose, 0 for tokens in the sink or the recent window.

@@ -38,7 +38,7 @@ class Results:
         self._read()
 
     def __enter__(self) -> "Results":
-        """Lock the file, read it again, and write the setting if it is empty."""
+        """Lock the file, read it again, and write the setting if the file is empty."""
         if self._lines is not None:
             self._lines.open(self._read)
             if self._lines.is_empty:
@@ -72,8 +72,9 @@ class Results:
         """Measure missing records, document by document, and return the records of all documents.
 
         Args:
-            documents: for each document, the keys of its records and a function to measure them. The function takes the
-                keys of missing records and yields those records. Their values may be scalar arrays.
+            documents: for each document, the keys of its records and a function to measure them.
+                The function takes the keys of the missing records and yields these records, whose
+                values can be scalar arrays.
             on_document: called after each document.
         """
         all_keys: list[Record] = []
@@ -106,7 +107,7 @@ class Results:
                 raise SnapKVError(f"{self._lines.path}: {problem}") from None
 
     def _require_setting(self, line: bytes, path: Path) -> None:
-        """Check that the file's first line matches this setting. Raises: SnapKVError."""
+        """Check that the file's first line is this object's setting. Raises: SnapKVError."""
         try:
             file_setting = dict(json.loads(line))
         except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Measure decoding and prefill at several context lengths, with the contenders taking turns in one process."""
+"""Measure the decoding and prefill speed of several caches, which take turns in one process."""
 
 import statistics
 import time
@@ -47,7 +47,8 @@ def measure_speed(
         prompts: prompt lengths to measure prefill at, for the full cache and all policies.
         trials: number of times that each contender reads a prompt of each length.
         steps: number of tokens that each contender decodes per length.
-        on_start: called at the start of each phase with its name, "decoding" or "reading", and the number of lengths.
+        on_start: called at the start of each phase with the phase's name, "decoding" or "reading",
+            and the number of lengths.
         on_rows: called after each length, with all rows so far.
     """
     rows: dict[tuple[int, str], Row] = {}
@@ -72,7 +73,7 @@ def measure_speed(
 
 
 def measure_decoding(model, context: int, policies: list[Setting], steps: int) -> list[Measurement]:
-    """Return the contenders that can decode after `context` tokens, with median step time and KV bytes."""
+    """Return the contenders that can decode, with their median step times and KV bytes."""
     decoding_contenders = []
     caches = []
     for contender in contenders(model, context, policies):
@@ -94,7 +95,7 @@ def measure_decoding(model, context: int, policies: list[Setting], steps: int) -
 def _can_decode(model, cache: list[Any]) -> bool:
     """Run the warm-up steps and return whether they succeed.
 
-    For example, mlx-lm can't decode quantised entries if a model has attention sinks.
+    For example, mlx-lm can't decode from quantised entries if the model has attention sinks.
     """
     try:
         with observing_queries(model, cache):
@@ -107,7 +108,7 @@ def _can_decode(model, cache: list[Any]) -> bool:
 
 
 def time_steps_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
-    """Decode `steps` tokens from each of several prompt caches and return each cache's seconds per step.
+    """Decode `steps` tokens from each prompt cache, and return each cache's step times in seconds.
 
     The caches take turns, and each round starts with a different cache.
     """
@@ -140,7 +141,7 @@ def _is_rotating(cache: Any) -> bool:
 def entries_bytes(prompt_cache: list[Any]) -> int:
     """Return the bytes of keys, values and indexes in all caches, including rotating ones.
 
-    With sparse attention, this counts the entries that a token reads and all entries that it chooses from.
+    With sparse attention, the entries that one token reads are counted in addition to all entries.
     """
     choice_bytes = sum(cache.full_nbytes for cache in layer_caches(prompt_cache) if cache.chooses)
     rotating_bytes = sum(cache.nbytes for cache in all_caches(prompt_cache) if _is_rotating(cache))
@@ -222,7 +223,7 @@ def speed_table(rows: list[Row]) -> Table:
     full_rows = {row["context"]: row for row in rows if row["contender"] == FULL_CACHE}
     for row in rows:
         full_row = full_rows[row["context"]]
-        # A row has figures from one measurement or both.
+        # A row has figures for decoding, for prefill, or for both.
         decoding_text = reading_text = peak_text = ""
         if "step_seconds" in row:
             step_seconds = row["step_seconds"]

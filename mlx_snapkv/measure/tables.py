@@ -77,7 +77,7 @@ def table_of(
 
 
 class Page(NamedTuple):
-    """How an evaluation summarises its records and shows the summary.
+    """The texts and functions that turn an evaluation's records into a page.
 
     Attributes:
         remark: explanation of the figures.
@@ -95,7 +95,8 @@ class Page(NamedTuple):
         return as_page(self.title, result, self.remark, self.tables(result["summary"]))
 
 
-# Patterns near the start of files that this package writes, by suffix. `Results` checks .jsonl files itself.
+# Patterns that occur near the start of files written by this package, by suffix. There is no
+# pattern for .jsonl, because `Results` checks those files.
 _COMMAND = rb"(mlx-snapkv|python scripts/evaluate\.py) "
 _FILE_MARKS = {
     ".json": rb'"command": "' + _COMMAND,

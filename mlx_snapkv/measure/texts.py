@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Texts:
     """UTF-8 texts from files and from all non-hidden files in folders.
 
-    They are in the order of `paths`, with each folder's files sorted by path.
+    The texts are in the order of `paths`. The files in a folder are sorted by path.
 
     A text's name is its file's path as given or, for a file in a folder, the path relative to that folder.
 
@@ -41,7 +41,7 @@ class Texts:
         paths: files and folders.
 
     Attributes:
-        n_unread: number of files in folders that are not UTF-8 text.
+        n_unread: number of files in folders that were skipped because they are not UTF-8 text.
         digest: hash of all names and texts.
 
     Raises: SnapKVError: a path can't be read, a file in `paths` is not UTF-8 text, or there is no text.
@@ -118,7 +118,9 @@ def digest_of(text: str) -> str:
 
 
 def _read_utf8(path: Path) -> str | None:
-    """Read a file's text, without surrounding white space. Return None if the file is not UTF-8 text.
+    """Read a file's text, and strip surrounding white space.
+
+    Return None if the file is not UTF-8 text.
 
     Raises: SnapKVError: the file can't be read.
     """
@@ -141,7 +143,7 @@ def _cut_pieces(
         text: the text.
         tokenizer: the model's tokenizer.
         length: number of tokens in a piece.
-        n_needed: number of tokens needed per piece, including those after it.
+        n_needed: `length` plus the number of tokens that must follow a piece.
     """
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     starts = range(0, len(token_ids) - n_needed + 1, n_needed)
@@ -169,7 +171,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
     Args:
         tokenizer: the model's tokenizer.
-        question: the question. None asks nothing and does not use the chat template.
+        question: the question. If None, no question is asked and the chat template is not used.
     """
     start = tokenizer.encode("")  # special tokens only
     if question is None:
@@ -177,7 +179,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
     if not tokenizer.has_chat_template:
         after = tokenizer.encode(f"\n\n{question}\n", add_special_tokens=False)
         return Frame(start=start, before=start, after=after)
-    # The template writes the special tokens itself.
+    # The template's text already contains the special tokens.
     text_before, text_after = template_around(tokenizer, ending=f"\n\n{question}")
     return Frame(
         start=start,
@@ -187,7 +189,9 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
 
 def template_around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
-    """Return the chat template's text before a user message, and the message's `ending` with the text after it.
+    """Return what the chat template puts before and after a text in a user message.
+
+    The message is the text followed by `ending`, so the second result begins with `ending`.
 
     Raises: SnapKVError: the template fails, or changes the message.
     """
