@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from .contents import as_list
+
 # JSON Schema type names, keyed by the names that some clients send instead.
 SCHEMA_TYPE_OF_ALIAS = {
     "bool": "boolean",
@@ -58,7 +60,7 @@ def _all_types(
         return
     yield from _types_without_alternatives(schema)
     for keyword in ("anyOf", "oneOf", "allOf"):
-        for alternative in schema.get(keyword) or []:
+        for alternative in as_list(schema.get(keyword)):  # a client may send any JSON
             yield from _all_types(alternative, root, followed_references)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in followed_references:

@@ -157,8 +157,11 @@ class ChatBody(CommonBody):
         if not isinstance(body, dict):
             return body
         fields = {name: value for name, value in body.items() if name != "function_call"}
+        if body.get("tools"):
+            fields.pop("functions", None)  # `tools` replaces it
+            return fields
         functions = as_list(body.get("functions"))
-        if functions and not body.get("tools"):
+        if functions:
             fields["tools"] = [{"type": "function", "function": function} for function in functions]
             choice = body.get("function_call")
             names_function = isinstance(choice, dict)  # rather than "auto" or "none"

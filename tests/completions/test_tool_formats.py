@@ -35,6 +35,7 @@ SCHEMA = {
         "loop": {"$ref": "#/$defs/Loop"},
         "level": {"enum": [1, 2]},
         "any": {},
+        "odd": {"type": "integer", "anyOf": 5},
     },
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "edit", "parameters": SCHEMA}}
@@ -151,7 +152,7 @@ CASES = {
     "null": {"maybe": None, "some": None},
     "union": {"maybe": 3, "either": True, "some": "a"},
     "union with a number": {"either": 2.5, "code": "1.10"},
-    "reference": {"ref": 7, "level": 2},
+    "reference": {"ref": 7, "level": 2, "odd": 3},
     "several": {"text": "a", "n": 1, "more": "b"},
     **{
         f"{marker} in a string": {"text": f"a {marker} b", "more": f"{marker} c"}

@@ -85,6 +85,9 @@ def test_functions_the_predecessor_of_tools_are_called(agent):
         assert (call["name"], json.loads(call["arguments"])) == ("open", {"door": "green"})
     prompt, found = agent.ask(CHAT, function_call="none", **asked | {"answer": "Fine."})
     assert "open" not in prompt and "warnings" not in found
+    tools = [{"type": "function", "function": FUNCTION}]
+    _, found = agent.ask(CHAT, tools=tools, **asked)
+    assert found["choices"][0]["finish_reason"] == "tool_calls"  # tools replace functions
     twice = CALL.format("open") + CALL.format("shut")
     sent = events(agent, CHAT, twice, **CHAT_ASKED, functions=[FUNCTION])
     (call,) = [
