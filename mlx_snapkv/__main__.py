@@ -9,8 +9,7 @@ from .prerequisites import require_prerequisites
 def main() -> None:
     """Check the prerequisites and run the command line.
 
-    Until a command calls `raise_on_interrupt`, Ctrl-C ends the process at once instead of raising
-    KeyboardInterrupt.
+    Until a command calls `raise_on_interrupt`, Ctrl-C ends the process at once instead of raising KeyboardInterrupt.
     """
     require_prerequisites()
     from .cli.process import exit_on_interrupt

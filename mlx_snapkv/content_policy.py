@@ -11,8 +11,8 @@ def content_policy(html: str, **more: str) -> str:
     """Return a Content-Security-Policy that allows a page's own script and style by hash.
 
     Args:
-        html: the page, with at most one plain `<script>` and one plain `<style>` element. Elements
-            with attributes are ignored.
+        html: the page, with at most one plain `<script>` and one plain `<style>` element. Elements with attributes are
+            ignored.
         **more: additional directives, such as `connect_src="'self'"`.
     """
     rules = ALLOW_NONE | {name.replace("_", "-"): value for name, value in more.items()}

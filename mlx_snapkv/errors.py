@@ -125,8 +125,7 @@ def brief(error: BaseException) -> str:
 def sentence(error: BaseException) -> str:
     """Describe an exception in one line.
 
-    Return a `SnapKVError`'s message, "stopped" for Ctrl-C, and the result of `brief` for any other
-    exception.
+    Return a `SnapKVError`'s message, "stopped" for Ctrl-C, and the result of `brief` for any other exception.
     """
     if isinstance(error, SnapKVError):
         return " ".join(str(error).split())

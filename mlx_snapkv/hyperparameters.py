@@ -42,8 +42,8 @@ def option(
         is_allowed: function that returns whether a value is allowed.
         allowed: the allowed values, phrased to follow "must be" in an error message.
         help: text for `--help`, if the field has its own command-line flag.
-        compare: whether cached entries depend on the value. If not, the field is left out of
-            comparisons and of the string form.
+        compare: whether cached entries depend on the value. If not, the field is left out of comparisons and of the
+            string form.
     """
     metadata = {"is_allowed": is_allowed, "allowed": allowed, "help": help}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
@@ -113,8 +113,7 @@ def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
     share = _share(n_window)
     if share == 1:
         return None
-    # Start the search at a lower bound. Any budget with enough room is larger, because the window
-    # is rounded down.
+    # Start the search at a lower bound. Any budget with enough room is larger, because the window is rounded down.
     budget = int((n_beside_window - 1) / (1 - share))
     while budget - amount(n_window, budget) < n_beside_window:
         budget += 1

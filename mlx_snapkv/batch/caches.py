@@ -39,11 +39,9 @@ class CompressedBatchCache(_BaseCache, ABC):
 
     Attributes:
         request_caches: the requests' caches.
-        keys: keys that the next step reads. In a pipeline, mlx-lm makes the last layer's keys
-            depend on the hidden states sent to the next process. Evaluating the keys then also
-            sends the hidden states.
-        observes: whether the caches need the queries of new tokens. If so, the attention class must
-            be patched.
+        keys: keys that the next step reads. In a pipeline, mlx-lm makes the last layer's keys depend on the hidden
+            states sent to the next process. Evaluating the keys then also sends the hidden states.
+        observes: whether the caches need the queries of new tokens. If so, the attention class must be patched.
     """
 
     keys: Any
@@ -122,8 +120,8 @@ class SparseBatchCache(CompressedBatchCache):
         """Compute attention for one token per request; see `SparseKVCache.attend`."""
         outputs: list[mx.array] = []
         for i, request_cache in enumerate(self.request_caches):
-            # Make each request depend on the previous request's output, so that only one request's
-            # temporary arrays are in memory at a time.
+            # Make each request depend on the previous request's output, so that only one request's temporary arrays are
+            # in memory at a time.
             request_queries = mx.depends(queries[i : i + 1], outputs[-1:])
             new_keys = keys[i : i + 1]
             new_values = values[i : i + 1]
@@ -330,9 +328,9 @@ def compressed_caches(prompt_cache: list) -> list[CompressedBatchCache]:
 def kind_of(prompt_cache: list) -> tuple:
     """Return the kinds of a request's caches. Requests with the same kinds can decode together."""
     caches = all_caches(prompt_cache)
-    # mlx-lm computes one mask for all full-attention layers. In a batch, layers that read all
-    # entries (`BatchKVCache`) need a mask for the padding, but sparse layers don't accept a mask.
-    # A request with both types of layers therefore decodes alone: its kind includes a unique id.
+    # mlx-lm computes one mask for all full-attention layers. In a batch, layers that read all entries (`BatchKVCache`)
+    # need a mask for the padding, but sparse layers don't accept a mask. A request with both types of layers therefore
+    # decodes alone: its kind includes a unique id.
     chooses = any(isinstance(cache, SparseBatchCache) for cache in caches)
     pads = any(isinstance(cache, BatchKVCache) for cache in caches)
     unique_id = id(prompt_cache[0]) if chooses and pads else None

@@ -134,8 +134,8 @@ def _parse_line(number: int, raw_line: bytes) -> Line:
 class AnswersFile:
     """An answer file, with one answer per line. Every line is flushed to disk before the next one is written.
 
-    Use it in a `with` block, which locks the file for this process and cuts off an incomplete last
-    line. Until the block is entered, the file is only read.
+    Use it in a `with` block, which locks the file for this process and cuts off an incomplete last line. Until the
+    block is entered, the file is only read.
 
     Args:
         path: the file. It need not exist yet.
@@ -146,8 +146,8 @@ class AnswersFile:
         n_answered, n_errors: numbers of answers and errors in the file.
 
     Raises:
-        SnapKVError: the file can't be written, is locked by another process, has answers from a run
-            with a different model or settings, is damaged, or is not an answer file.
+        SnapKVError: the file can't be written, is locked by another process, has answers from a run with a different
+            model or settings, is damaged, or is not an answer file.
         OSError: `answer` or `error` could not write a line, for example because the disk is full. All earlier lines are
             complete.
     """

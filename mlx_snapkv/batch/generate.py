@@ -74,11 +74,11 @@ def batch_generate(
         **kwargs: options for `CompressedBatchGenerator`.
 
     Returns:
-        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Its answers
-        are the same as outside the batch; see `CompressedBatchGenerator` for exceptions.
+        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Its answers are the same as outside
+        the batch; see `CompressedBatchGenerator` for exceptions.
 
-    Raises: SnapKVError: an option, the model or a prompt is not supported. All are checked before
-        the first prompt is read.
+    Raises: SnapKVError: an option, the model or a prompt is not supported. All are checked before the first prompt is
+        read.
     """
     token_lists = _token_lists(model, prompts)
     answer_limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens

@@ -48,36 +48,36 @@ def require_batchable(model) -> None:
 class CompressedBatchGenerator(BatchGenerator):
     """A version of mlx-lm's `BatchGenerator` with compressed caches.
 
-    Prompts are read and compressed one at a time, as in `generate_step`, regardless of
-    `prefill_batch_size`. Prompts shorter than `min_ctx` keep their full cache. Once their prompts
-    have been read, requests decode together if their caches have similar lengths.
+    Prompts are read and compressed one at a time, as in `generate_step`, regardless of `prefill_batch_size`. Prompts
+    shorter than `min_ctx` keep their full cache. Once their prompts have been read, requests decode together if their
+    caches have similar lengths.
 
-    With greedy sampling, every request gets the same answer as outside the batch. The exception is
-    sparse attention with when="faster", because a batch does not measure speed.
+    With greedy sampling, every request gets the same answer as outside the batch. The exception is sparse attention
+    with when="faster", because a batch does not measure speed.
 
     If a request fails, its last response has the finish reason "error" and the exception in `error`. Other requests
     continue.
 
     Args:
         model: an mlx-lm model.
-        snapkv: see `generate_step`. If none of `snapkv`, `policy`, `sparse` and `turns` is set,
-            this is just mlx-lm's generator.
+        snapkv: see `generate_step`. If none of `snapkv`, `policy`, `sparse` and `turns` is set, this is just mlx-lm's
+            generator.
         policy: see `generate_step`; "auto" is not supported.
         sparse: see `generate_step`.
         on_report: called with a request's uid and its `CompressionReport`.
-        on_read: called after a prompt has been read, with the request's uid, its full caches, and
-            the tokens in these caches. Other requests can continue from these caches. Not called
-            for prompts that keep their full cache, or if entries are evicted during prefill.
+        on_read: called after a prompt has been read, with the request's uid, its full caches, and the tokens in these
+            caches. Other requests can continue from these caches. Not called for prompts that keep their full cache, or
+            if entries are evicted during prefill.
         turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
-        reads_first: whether requests decode together only while the batch is full or no prompt is
-            left to read. Answers arrive later, but fewer decode steps are needed.
-        on_pause: called about once a second while a long chunk is read. Its arguments have no
-            meaning. If it raises an exception, the request fails.
+        reads_first: whether requests decode together only while the batch is full or no prompt is left to read. Answers
+            arrive later, but fewer decode steps are needed.
+        on_pause: called about once a second while a long chunk is read. Its arguments have no meaning. If it raises an
+            exception, the request fails.
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
     Raises:
-        SnapKVError: options conflict, or the model is not supported. `insert` also raises it for
-            requests that are not supported.
+        SnapKVError: options conflict, or the model is not supported. `insert` also raises it for requests that are not
+            supported.
     """
 
     _old_wired_limit = None  # mlx-lm's `close` needs this even if `__init__` has failed
@@ -184,8 +184,7 @@ class CompressedBatchGenerator(BatchGenerator):
                 continue
             plan = plan_request(self.model, config, n_prompt, cache, max_tokens=n_answer)
             if plan.adapts:
-                # Batched requests decode in lockstep, so no single request can switch to full
-                # attention.
+                # Batched requests decode in lockstep, so no single request can switch to full attention.
                 plan = replace(plan, adapts=False, reason=self._slower_reason(plan, n_answer))
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
@@ -200,8 +199,8 @@ class CompressedBatchGenerator(BatchGenerator):
     def _next(self) -> Any:
         """Run one step, like mlx-lm.
 
-        With `reads_first`, requests don't decode together while a prompt is being read, or while
-        the batch has room for a request that is still waiting.
+        With `reads_first`, requests don't decode together while a prompt is being read, or while the batch has room for
+        a request that is still waiting.
         """
         if not self._is_plain and self._reads_first:
             groups = self._generation_batch

@@ -21,8 +21,8 @@ from .job import Job
 class Guard:
     """Wraps a sampler or logits processor, so that its failure ends only its own request.
 
-    After a failure, every call returns `fallback(logits)`. The last argument of every call must be
-    the logits, `(1, vocab_size)`.
+    After a failure, every call returns `fallback(logits)`. The last argument of every call must be the logits, `(1,
+    vocab_size)`.
 
     Args:
         function: the sampler or logits processor.
@@ -167,8 +167,7 @@ def _is_nan(logprobs: mx.array) -> bool:
 class Single(Group):
     """A group of a single request, which has failed or has not joined other requests yet.
 
-    The prompt is compressed once the model has read the first answer token and all answer tokens
-    whose queries vote.
+    The prompt is compressed once the model has read the first answer token and all answer tokens whose queries vote.
     """
 
     job: Job

@@ -31,8 +31,8 @@ class Job:
         on_read: see `CompressedBatchGenerator`.
 
     Attributes:
-        request: the `Request` that reads and compresses the prompt. None after compression, or if
-            the prompt is left to mlx-lm.
+        request: the `Request` that reads and compresses the prompt. None after compression, or if the prompt is left to
+            mlx-lm.
         caches: the caches for the next token.
         error: the exception that ended the request, or None.
     """
@@ -94,15 +94,15 @@ class Job:
         if request is None:
             return
         on_read = self._on_read
-        # Keep a reference to the full caches only if `on_read` needs them. If there is no
-        # reference, each layer's full cache is freed when the layer is compressed.
+        # Keep a reference to the full caches only if `on_read` needs them. If there is no reference, each layer's full
+        # cache is freed when the layer is compressed.
         full_caches = None if on_read is None else self._full_caches(request)
         report = request.compress()
         self.request = None
         self.caches = request.caches
         if on_read is not None and full_caches is not None:
-            # After an interrupted model call, the layers' lengths differ, and no other request can
-            # continue from the caches.
+            # After an interrupted model call, the layers' lengths differ, and no other request can continue from the
+            # caches.
             lengths = {layer.layer_cache_in(full_caches).offset for layer in request.layers}
             if len(lengths) == 1:
                 (n_tokens,) = lengths

@@ -99,8 +99,8 @@ class Memory:
         The peak is the larger of two estimates:
 
         - the memory in use now, plus the peak of the new request
-        - the size of all caches at the end of all answers, plus the extra memory that each request
-          needs in its current phase, prefill or answer
+        - the size of all caches at the end of all answers, plus the extra memory that each request needs in its current
+          phase, prefill or answer
 
         An empty batch admits any request.
 
@@ -124,10 +124,10 @@ class Memory:
     def _cache_bytes_at_end(self, needs: list[Need]) -> int:
         """Return an upper bound on the total size of the caches at the end of all answers, including padding.
 
-        Requests in a group share arrays, so each request takes as much memory as the longest one.
-        Without a policy, all requests form a single mlx-lm group. With a policy, the requests in a
-        group have similar sizes, so padding at most doubles a request's size. If the buffers grow,
-        they also have unused rows, so a request is at most 4 times as large.
+        Requests in a group share arrays, so each request takes as much memory as the longest one. Without a policy, all
+        requests form a single mlx-lm group. With a policy, the requests in a group have similar sizes, so padding at
+        most doubles a request's size. If the buffers grow, they also have unused rows, so a request is at most 4 times
+        as large.
         """
         has_policy = self._footprint.config.setting is not None
         total_bytes = 0

@@ -68,8 +68,8 @@ class Run:
     """Answers the lines of a file, and writes each answer as soon as it is complete.
 
     Attributes:
-        answers: the answer file. Call `Run.answer` inside this file's `with` block. Requests that
-            already have an answer or error are skipped.
+        answers: the answer file. Call `Run.answer` inside this file's `with` block. Requests that already have an
+            answer or error are skipped.
         options: keyword arguments for `CompressedBatchGenerator`.
         defaults: values for fields that a request omits.
         concurrency: maximum number of requests in the batch.
@@ -160,9 +160,8 @@ class Run:
     def _seed_of(self, line: Line) -> int:
         """Return a 64-bit sampling seed for a request that has none.
 
-        The result is derived from the run's seed and the line's `custom_id`, so that answers do not
-        depend on the order of the lines or on earlier runs. If the run has no seed, the result is
-        random.
+        The result is derived from the run's seed and the line's `custom_id`, so that answers do not depend on the order
+        of the lines or on earlier runs. If the run has no seed, the result is random.
         """
         if self.seed is None:
             return secrets.randbits(64)
@@ -246,8 +245,7 @@ class Run:
     def _extra_field(self, request: Request) -> dict[str, Any]:
         """Return an answer's `mlx_snapkv` field.
 
-        It has the run's settings, the outcome of compression, and the names of request fields that
-        were ignored.
+        It has the run's settings, the outcome of compression, and the names of request fields that were ignored.
         """
         extra = dict(self.answers.about)
         if extra.get("policy") is not None:

@@ -112,8 +112,8 @@ class LayerCache(ABC):
     def restorer(self) -> Callable[[], None]:
         """Return a function that restores the state that the cache has now.
 
-        The function can be called more than once. It trims the cache, so caches whose `grows` is
-        false override this method.
+        The function can be called more than once. It trims the cache, so caches whose `grows` is false override this
+        method.
         """
         assert self.grows, f"a {type(self).__name__} can't be restored"
         offset_before = self.offset
@@ -128,8 +128,8 @@ class LayerCache(ABC):
 def keys_property(owner_of: Callable[[Any], Any]) -> Any:
     """Return a property that reads and writes `owner_of(cache).keys`.
 
-    mlx-lm's pipelines need it: they make the last cache's keys depend on the hidden states sent to
-    the next process, so that evaluating the cache also sends the hidden states.
+    mlx-lm's pipelines need it: they make the last cache's keys depend on the hidden states sent to the next process, so
+    that evaluating the cache also sends the hidden states.
     """
 
     def get_keys(cache: Any) -> mx.array:

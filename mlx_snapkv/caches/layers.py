@@ -29,8 +29,8 @@ class AttentionLayer:
     member: int | None  # index of the cache inside a `CacheList`, or None
     attention: Any  # the attention module
     family: AttentionFamily  # describes the module's class
-    # Other attention modules that read this layer's entries. They belong to later layers or, if the
-    # model loops over its layers, to later passes.
+    # Other attention modules that read this layer's entries. They belong to later layers or, if the model loops over
+    # its layers, to later passes.
     borrowers: tuple[Any, ...] = ()
     number: int = 0  # index among this process's full-attention layers
 
@@ -113,8 +113,8 @@ class AttentionLayer:
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     """Return the model's full-attention layers. Linear and sliding-window layers are left out.
 
-    Raises: UnsupportedModelError: the model can't be compressed or has no full-attention layers, or
-        the prompt cache was made for another model.
+    Raises: UnsupportedModelError: the model can't be compressed or has no full-attention layers, or the prompt cache
+        was made for another model.
     """
     owners = cache_owners(model)
     # Linear layers use an `ArraysCache`, which has no entries.
@@ -154,8 +154,8 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 def sparse_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
     """Return the layers that use sparse attention.
 
-    Layers that lend their entries to other layers are left out. The borrowers receive the entries
-    as arrays, so the lender's cache must return all of them.
+    Layers that lend their entries to other layers are left out. The borrowers receive the entries as arrays, so the
+    lender's cache must return all of them.
     """
     return [layer for layer in layers if not layer.borrowers]
 
@@ -288,8 +288,8 @@ def kv_bytes(prompt_cache: list) -> int:
 
 def memory_bytes(prompt_cache: list) -> int:
     """Return the size in bytes of all caches in memory, including indexes, linear states and sliding windows."""
-    # For each cache, the larger size includes the smaller one. Only `nbytes` counts linear states
-    # and sliding windows, and only `kv_nbytes` counts the index of a `StoredKVCache`.
+    # For each cache, the larger size includes the smaller one. Only `nbytes` counts linear states and sliding windows,
+    # and only `kv_nbytes` counts the index of a `StoredKVCache`.
     return sum(
         max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in all_caches(prompt_cache)
     )

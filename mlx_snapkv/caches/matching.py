@@ -11,16 +11,15 @@ from .adapter import layer_cache
 from .contract import LayerCache
 from .layers import all_caches, attention_layers, is_compressed, slots, token_caches
 
-# Cache classes with entries. A loaded cache of one of these classes is accepted where the model has
-# a `KVCache`.
+# Cache classes with entries. A loaded cache of one of these classes is accepted where the model has a `KVCache`.
 KV_CACHE_CLASSES = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 
 def require_match(prompt_cache: list, model) -> None:
     """Check that a prompt cache fits a model.
 
-    These must match: the number and classes of the caches, and the number of heads, head size and
-    dtype of their entries.
+    These must match: the number and classes of the caches, and the number of heads, head size and dtype of their
+    entries.
 
     Raises: SnapKVError: the prompt cache does not fit.
     """

@@ -50,8 +50,8 @@ class Conversation:
             kept by earlier turns.
         sparse: sparse attention instead of a policy; see `generate_step`.
         system: a system prompt.
-        **options: mlx-lm options for `stream_generate`, used for every answer. With a policy,
-            `kv_bits` and `kv_group_size` take effect only once a turn is compressed.
+        **options: mlx-lm options for `stream_generate`, used for every answer. With a policy, `kv_bits` and
+            `kv_group_size` take effect only once a turn is compressed.
 
     Attributes:
         policy: the setting, or None for the full cache.
@@ -165,14 +165,14 @@ class Conversation:
     def undo(self) -> str:
         """Undo the last turn, attach its documents again, and return the typed text.
 
-        If there is a copy of the state before the turn, the turn is undone exactly. A copy is kept
-        only for the turn sent last, and only if it takes no more memory than the conversation.
+        If there is a copy of the state before the turn, the turn is undone exactly. A copy is kept only for the turn
+        sent last, and only if it takes no more memory than the conversation.
 
-        If there is no copy, the cache is trimmed to the remaining messages. A cache that can't be
-        trimmed, such as a compressed one, is emptied, and the next turn reads the chat again.
+        If there is no copy, the cache is trimmed to the remaining messages. A cache that can't be trimmed, such as a
+        compressed one, is emptied, and the next turn reads the chat again.
 
-        Raises: SnapKVError: there is no turn to undo, or there is no copy and the chat started from
-            an mlx-lm file, which contains no text to read again.
+        Raises: SnapKVError: there is no turn to undo, or there is no copy and the chat started from an mlx-lm file,
+            which contains no text to read again.
         """
         if not self.user_inputs:
             raise SnapKVError("the conversation is empty, so there is nothing to undo")
@@ -237,17 +237,16 @@ class Conversation:
     ) -> "Conversation":
         """Load a saved conversation, or start a conversation about saved text.
 
-        The system prompt is loaded from the file. An mlx-lm file contains it only as part of the
-        cache, so it is lost on `reset`.
+        The system prompt is loaded from the file. An mlx-lm file contains it only as part of the cache, so it is lost
+        on `reset`.
 
         Args:
             path: a file written by `save`, `mlx-snapkv cache-prompt` or mlx-lm.
             model: the model that filled the cache.
             tokenizer: the model's tokenizer.
             policy: a policy, used if the file was saved without a setting. Otherwise, the file's setting is used.
-            sparse: sparse attention, used if the file was saved without a setting. If the file was
-                saved with sparse attention, only `store` and `store_dir` are used. Entries are
-                moved to `store` unless it is "memory".
+            sparse: sparse attention, used if the file was saved without a setting. If the file was saved with sparse
+                attention, only `store` and `store_dir` are used. Entries are moved to `store` unless it is "memory".
             **options: see `Conversation`. They are not saved in files.
 
         Raises: SnapKVError: the file is damaged, belongs to a different model, or can't be used with this setting.
@@ -265,8 +264,8 @@ class Conversation:
     ) -> Iterator[GenerationResponse]:
         """Yield the responses to `tokens`, then add the turn to the conversation.
 
-        If there is no answer, the conversation is restored instead. Until the first token of the
-        answer arrives, `undo` can still undo the previous turn exactly.
+        If there is no answer, the conversation is restored instead. Until the first token of the answer arrives, `undo`
+        can still undo the previous turn exactly.
 
         Args:
             messages: the chat, including the new user message.
@@ -318,9 +317,9 @@ class Conversation:
         known_tokens = self.read + self.pending_tokens
         if chat_tokens[: len(known_tokens)] == known_tokens:
             return chat_tokens[len(self.read) :]
-        # The rendered chat does not start with the known tokens. Either the template changes
-        # earlier answers, or tokenizing an answer's text does not give the tokens that were
-        # generated. Keep the known tokens, and add only what follows the earlier messages.
+        # The rendered chat does not start with the known tokens. Either the template changes earlier answers, or
+        # tokenizing an answer's text does not give the tokens that were generated. Keep the known tokens, and add only
+        # what follows the earlier messages.
         earlier_tokens = self._render(self.messages, add_generation_prompt=False)
         n_shared = common_prefix([earlier_tokens, chat_tokens])
         return self.pending_tokens + chat_tokens[n_shared:]
@@ -328,9 +327,9 @@ class Conversation:
     def _add_tokens(self, tokens: list[int], state_before: StateBeforeTurn) -> None:
         """Add new tokens to `read` if they are in the cache, or else to `pending_tokens`.
 
-        If a step was interrupted, some layers may have read one token more than others. That token
-        is trimmed. If the caches can't be trimmed, they are restored to the state before this turn,
-        and the next turn reads this turn again.
+        If a step was interrupted, some layers may have read one token more than others. That token is trimmed. If the
+        caches can't be trimmed, they are restored to the state before this turn, and the next turn reads this turn
+        again.
         """
         all_tokens = self.read + tokens
         if not trim_to(len(all_tokens), self.prompt_cache):

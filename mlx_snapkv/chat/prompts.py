@@ -104,8 +104,7 @@ class Rendering:
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
     """Return the tokens of a question about a prompt saved by `mlx_lm.cache_prompt`.
 
-    mlx-lm's `generate` feeds the same tokens to the model, but sometimes adds a second
-    beginning-of-text token.
+    mlx-lm's `generate` feeds the same tokens to the model, but sometimes adds a second beginning-of-text token.
 
     Raises: SnapKVError: the chat template fails, or omits the question.
     """

@@ -24,8 +24,7 @@ STATE_FIELDS = (
     "system",
     "n_unknown",
 )
-# Conversation attributes that a turn replaces. `attached` is left out, because `Conversation.undo`
-# restores it.
+# Conversation attributes that a turn replaces. `attached` is left out, because `Conversation.undo` restores it.
 TURN_FIELDS = ("messages", "user_inputs", "read", "pending_tokens", "report")
 
 
@@ -65,8 +64,8 @@ def load_saved(
 
     Returns: The setting, and the conversation's attributes, including `system`.
 
-    Raises: SnapKVError: the file can't be read, contains neither a conversation nor a text, or
-        can't be used with `policy`.
+    Raises: SnapKVError: the file can't be read, contains neither a conversation nor a text, or can't be used with
+        `policy`.
     """
     prompt = saved.load(path, model)
     notes = _notes_of(prompt, path)
@@ -111,8 +110,8 @@ def _resumed_setting(
 ) -> Setting | None:
     """Choose the setting for continuing from a file: the file's own, or `policy` if the file has none.
 
-    If both are sparse attention, `policy.store_dir` replaces the file's `store_dir`. `policy.store`
-    replaces the file's `store` unless it is "memory", the default.
+    If both are sparse attention, `policy.store_dir` replaces the file's `store_dir`. `policy.store` replaces the file's
+    `store` unless it is "memory", the default.
 
     Raises: SnapKVError: the setting can't be used with the file's entries.
     """
@@ -136,8 +135,8 @@ def _resumed_setting(
 def _require_usable(setting: Setting | None, path: str | Path, prompt_cache: list) -> None:
     """Check that a saved prompt cache can be continued with this setting.
 
-    Raises: SnapKVError: the file is a book and the setting is not sparse attention, or the prompt
-        cache is compressed and the setting is not a policy.
+    Raises: SnapKVError: the file is a book and the setting is not sparse attention, or the prompt cache is compressed
+        and the setting is not a policy.
     """
     is_book = bool(caches_in_files(prompt_cache))
     if is_book and not isinstance(setting, Sparse):

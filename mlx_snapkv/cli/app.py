@@ -56,8 +56,8 @@ COMMANDS = (
 )  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
-        # A backspace character keeps typer from rewrapping the lines after it. The raw docstrings
-        # contain a backslash and a "b" in its place.
+        # A backspace character keeps typer from rewrapping the lines after it. The raw docstrings contain a backslash
+        # and a "b" in its place.
         text = cleandoc(function.__doc__ or "").replace("\\b\n", "\b\n")
         summary, *_ = text.split("\n\n")
         command = with_options(function)
@@ -80,9 +80,8 @@ def root(
 def main(commands: typer.Typer = app) -> None:
     """Run the command line and exit.
 
-    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130.
-    Each prints one line on stderr. A closed output pipe exits with 1 and prints nothing. A bug in
-    the program prints a traceback.
+    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130. Each prints one line
+    on stderr. A closed output pipe exits with 1 and prints nothing. A bug in the program prints a traceback.
     """
     process.open_standard_descriptors()
     process.allow_many_files()
@@ -117,8 +116,8 @@ def main(commands: typer.Typer = app) -> None:
             raise
         fail(advice, status=1)
     except Exception as error:
-        # Newer versions of typer contain a copy of click, so the class of usage errors depends on
-        # the version. Recognise them by their method instead.
+        # Newer versions of typer contain a copy of click, so the class of usage errors depends on the version.
+        # Recognise them by their method instead.
         if hasattr(error, "format_message"):
             fail(error.format_message())
         process.restore_stderr()

@@ -364,8 +364,8 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
             generation: options for mlx-lm's `generate_step`.
             max_tokens: maximum answer length in tokens. None uses mlx-lm's default.
 
-        Raises: SnapKVError: the model is shared by several Macs, can't be loaded, or supports none
-            of the settings that auto chooses from.
+        Raises: SnapKVError: the model is shared by several Macs, can't be loaded, or supports none of the settings that
+            auto chooses from.
         """
         from ..planning.auto import resolve
         from ..planning.prompt_plan import MAX_TOKENS

@@ -83,8 +83,8 @@ def cache_prompt(
         "time": now.isoformat(),
     }
     is_sparse = config.sparse is not None
-    # Record sparse attention even if the text was too short for it, because answers that continue
-    # from the file will use it.
+    # Record sparse attention even if the text was too short for it, because answers that continue from the file will
+    # use it.
     saved_policy = report.policy if report.compressed or is_sparse else NO_POLICY
     save = partial(saved.save, path, model, caches, tokens, saved_policy, notes)
     files_text = _save_with_bar(path, save, console)

@@ -204,8 +204,8 @@ def _compare(session: Session, _: str) -> None:
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
     policy = conversation.policy
     try:
-        # Only the last turn is read again with full attention. The entries of earlier turns stay,
-        # although they were computed with sparse attention.
+        # Only the last turn is read again with full attention. The entries of earlier turns stay, although they were
+        # computed with sparse attention.
         conversation.policy = Sparse(budget="100%", read="dense")
         is_same = _answer_again(session)
     finally:

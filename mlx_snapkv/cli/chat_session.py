@@ -167,8 +167,8 @@ class Session:
     def attach(self, text: str) -> int:
         """Attach a document to the next message and return its length in tokens."""
         conversation = self.conversation
-        # Count tokens in `wait_for`, but attach the document here. The thread of `wait_for` keeps
-        # running after Ctrl-C, so it would attach a document that the user no longer wants.
+        # Count tokens in `wait_for`, but attach the document here. The thread of `wait_for` keeps running after Ctrl-C,
+        # so it would attach a document that the user no longer wants.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
         n_read_before = len(conversation.read)
@@ -267,8 +267,7 @@ class Session:
     def start_new_conversation(self, message: str, **changes: Any) -> None:
         """Start a new conversation if the current one may be discarded, and print `message`.
 
-        If the current conversation was loaded from a file with its own setting, the new one does
-        not keep that setting.
+        If the current conversation was loaded from a file with its own setting, the new one does not keep that setting.
 
         Args:
             message: line to print.

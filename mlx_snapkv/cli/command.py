@@ -64,12 +64,12 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
         )
 
 
-# Matches what the help text leaves out: " <int range>" in "--seed <int range>", and " / --no-pipeline" in
-# "--pipeline / --no-pipeline".
+# Matches what the help text leaves out: " <int range>" in "--seed <int range>", and " / --no-pipeline" in "--pipeline /
+# --no-pipeline".
 _TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
-# Option -> (required option, texts). The required option's value must contain at least one of the
-# texts. If there are no texts, any value is allowed.
+# Option -> (required option, texts). The required option's value must contain at least one of the texts. If there are
+# no texts, any value is allowed.
 REQUIRED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_group_size": ("kv_bits", ()),
     "quantized_kv_start": ("kv_bits", ()),
@@ -105,8 +105,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, with values from variables and config.toml as defaults.
 
-        Raises: SnapKVError: config.toml or an option's value is invalid, or --policy none has no
-            effect. Other usage errors raise typer's exceptions.
+        Raises: SnapKVError: config.toml or an option's value is invalid, or --policy none has no effect. Other usage
+            errors raise typer's exceptions.
         """
         configured_values = self.config_values(ctx)
         ctx.meta["config"] = configured_values
@@ -135,13 +135,11 @@ class Command(TyperCommand):
     def _reset_values_without_effect(self, ctx: Any) -> None:
         """Reset configured values that have no effect, and change the policy "none" to None.
 
-        A saved prompt has its own setting, so configured values that conflict with a saved prompt
-        are reset. If --snapkv, --policy or --sparse was typed, the configured values of all three
-        are reset. A configured store is reset if sparse attention can't be used, or if a typed
-        --sparse names a store.
+        A saved prompt has its own setting, so configured values that conflict with a saved prompt are reset. If
+        --snapkv, --policy or --sparse was typed, the configured values of all three are reset. A configured store is
+        reset if sparse attention can't be used, or if a typed --sparse names a store.
 
-        Raises: SnapKVError: --policy none was typed for `compare`, but there is no configured
-            setting to override.
+        Raises: SnapKVError: --policy none was typed for `compare`, but there is no configured setting to override.
         """
         params = ctx.params
         if params.get("prompt_cache_file") is not None:
@@ -206,8 +204,8 @@ class Command(TyperCommand):
     def _reject_conflicting_values(self, ctx: Any) -> None:
         """Reject a --store or --store-dir that contradicts --sparse. Raises: SnapKVError.
 
-        If --sparse names a default value, a different --store or --store-dir is rejected only if
-        both options were typed.
+        If --sparse names a default value, a different --store or --store-dir is rejected only if both options were
+        typed.
         """
         sparse = ctx.params.get("sparse")
         if sparse is None:

@@ -17,12 +17,12 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-# Options that determine a request's setting. If a source sets one of them, all three are ignored in
-# less specific sources.
+# Options that determine a request's setting. If a source sets one of them, all three are ignored in less specific
+# sources.
 SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
-# Names (without `PREFIX`) of variables that set no option: the path of the speed record, and the
-# folder with models for tests.
+# Names (without `PREFIX`) of variables that set no option: the path of the speed record, and the folder with models for
+# tests.
 NO_OPTIONS = {"speed_record", "real_models"}
 
 Table = dict[str, Any]  # a table of config.toml, with underscores in names
@@ -152,8 +152,7 @@ def _values_in(table: Table, location: str) -> dict[str, ConfigValue]:
 def _read_config_file(root: Any) -> Table:
     """Read and check config.toml. Return an empty table if it does not exist.
 
-    Raises: SnapKVError: the file can't be read, is not valid TOML, or is rejected by
-        `_checked_table`.
+    Raises: SnapKVError: the file can't be read, is not valid TOML, or is rejected by `_checked_table`.
     """
     path = config_file()
     try:
@@ -174,8 +173,8 @@ def _checked_table(table: Table, group: Any, location: str) -> Table:
         group: the command or group that the table applies to.
         location: prefix for error messages.
 
-    Raises: SnapKVError: a name is neither an option nor a command of the group, an option's value
-        is a table, or it is a list but the option is not repeatable.
+    Raises: SnapKVError: a name is neither an option nor a command of the group, an option's value is a table, or it is
+        a list but the option is not repeatable.
     """
     subcommands = {
         name.replace("-", "_"): command for name, command in getattr(group, "commands", {}).items()

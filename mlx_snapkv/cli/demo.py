@@ -52,9 +52,9 @@ def demo(
 ) -> None:
     """Hide facts in a long document, ask for them with three kinds of cache, and time decoding.
 
-    The first cache keeps all entries. The second keeps the 1/16 that the first question chooses. It
-    can answer that question, but the entries that later questions need are gone. The third uses
-    sparse attention: all entries stay, and every token of an answer chooses 1/16 of them to read.
+    The first cache keeps all entries. The second keeps the 1/16 that the first question chooses. It can answer that
+    question, but the entries that later questions need are gone. The third uses sparse attention: all entries stay, and
+    every token of an answer chooses 1/16 of them to read.
     """
     from rich.console import Console
     from rich.progress import track

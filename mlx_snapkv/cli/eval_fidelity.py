@@ -65,8 +65,8 @@ class FidelityOptions:
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     """Compare a model's predictions after a compressed prompt and after the full prompt, on your own texts.
 
-    No questions with known answers are needed. Policies that choose after prefill share one pass
-    over each piece of text.
+    No questions with known answers are needed. Policies that choose after prefill share one pass over each piece of
+    text.
 
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy keydiff:budget=25%
     """

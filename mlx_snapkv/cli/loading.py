@@ -146,8 +146,8 @@ def _start_ranks(pipeline: bool | None) -> int:
 
     Only rank 0 prints, and all ranks share a sampling seed.
 
-    Raises: SnapKVError: there are several processes but the command supports only one, --pipeline
-        is set but there is only one process, or the other processes can't be reached.
+    Raises: SnapKVError: there are several processes but the command supports only one, --pipeline is set but there is
+        only one process, or the other processes can't be reached.
     """
     import mlx.core as mx
 
@@ -238,8 +238,8 @@ def load_without_weights(name: str, for_mac: bool = False):
 
     Args:
         name: the folder, repository or embedded model.
-        for_mac: whether to keep half precision, as on a Mac, even if this machine has no GPU.
-            Embedded models are converted anyway.
+        for_mac: whether to keep half precision, as on a Mac, even if this machine has no GPU. Embedded models are
+            converted anyway.
 
     Raises: SnapKVError: the model does not exist, or mlx-lm can't load it.
     """

@@ -243,8 +243,8 @@ class DraftOptions:
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         """Load the draft model, if any, and return the `stream_generate` keywords for it.
 
-        Raises: SnapKVError: the draft model can't be loaded, or its vocabulary size differs from
-            the main model's (`tokenizer`).
+        Raises: SnapKVError: the draft model can't be loaded, or its vocabulary size differs from the main model's
+            (`tokenizer`).
         """
         from .loading import load_model
 
@@ -347,8 +347,8 @@ def adapt_tokenizer(
 ) -> None:
     """Add end-of-answer tokens (text or ids) and chat-template options to a tokenizer, in place.
 
-    Raises: SnapKVError: the tokenizer does not have one of the tokens, or `template_options`
-        contains an option that the command sets itself.
+    Raises: SnapKVError: the tokenizer does not have one of the tokens, or `template_options` contains an option that
+        the command sets itself.
     """
     for token in extra_eos_token or []:
         if not _has_token(tokenizer, token):

@@ -105,8 +105,8 @@ def exit_process(status: int) -> NoReturn:
 def exit_on_interrupt() -> None:
     """Make Ctrl-C end the process instead of raising KeyboardInterrupt.
 
-    An exception during an import would leave the library half imported. After the imports,
-    `raise_on_interrupt` restores the usual behaviour.
+    An exception during an import would leave the library half imported. After the imports, `raise_on_interrupt`
+    restores the usual behaviour.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _print_and_exit)

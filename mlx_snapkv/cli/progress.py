@@ -104,8 +104,8 @@ class StepBars:
     """Context manager for progress bars that count steps. If stderr is not a terminal, it prints lines instead.
 
     Args:
-        results_file: file with the results so far. After Ctrl-C, a message says that the same
-            command continues from it.
+        results_file: file with the results so far. After Ctrl-C, a message says that the same command continues from
+            it.
         quiet: whether to hide the bars.
     """
 

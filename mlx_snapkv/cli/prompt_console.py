@@ -45,8 +45,7 @@ class PromptConsole:
     def wait_for(self, work: Callable[[], Result]) -> Result:
         """Run `work`, which tokenises text, in a thread. Return its result or raise its exception.
 
-        The main thread stays free to react to Ctrl-C. A status line is shown if tokenising takes a
-        while.
+        The main thread stays free to react to Ctrl-C. A status line is shown if tokenising takes a while.
         """
         future: Future[Result] = Future()
 

@@ -18,8 +18,8 @@ from .command import MODEL, flag_of
 from .options import ChatModelOptions, IgnoreChatTemplate, SystemPrompt
 from .prompt_console import PromptConsole
 
-# Questions that start differently. If the prompts for all of them begin with the same tokens, those
-# tokens do not depend on the question.
+# Questions that start differently. If the prompts for all of them begin with the same tokens, those tokens do not
+# depend on the question.
 SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 # A chat template's call that formats the current date, e.g. `strftime_now("%d %B %Y")`.

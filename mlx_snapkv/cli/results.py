@@ -76,8 +76,8 @@ class ResultFiles:
 def page_to_write(name: str | None, *suffixes: str) -> Path | None:
     """Return the path of a single-file --output, or None without the option.
 
-    Raises: SnapKVError: the path has none of the `suffixes`, the file can't be written or was not
-        written by this package, or a picture was requested and matplotlib is missing.
+    Raises: SnapKVError: the path has none of the `suffixes`, the file can't be written or was not written by this
+        package, or a picture was requested and matplotlib is missing.
     """
     if name is None:
         return None

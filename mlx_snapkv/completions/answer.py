@@ -39,8 +39,8 @@ class Completion:
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
         """Add a token, and return the parts of the answer that can no longer change.
 
-        `finish_reason` is mlx-lm's finish reason, which is None for all tokens except the last. A
-        stop string can end the answer earlier.
+        `finish_reason` is mlx-lm's finish reason, which is None for all tokens except the last. A stop string can end
+        the answer earlier.
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
@@ -122,8 +122,8 @@ class StopMatcher:
     def add(self, text: str) -> str:
         """Add text, and return the text that is certain to precede any stop string.
 
-        The end of the text is held back if it may be the start of a stop string. Once a stop string
-        is complete, `matched_stop` is set.
+        The end of the text is held back if it may be the start of a stop string. Once a stop string is complete,
+        `matched_stop` is set.
         """
         *_, held_back = self._state
         open_text = held_back + text

@@ -109,8 +109,8 @@ class AnswerParser:
     def _split_letter(self, letter: str) -> list[Segment]:
         """Add a letter, and return the new segments.
 
-        If a marker turns out to be text, the state is corrected. A tool call replaces the required
-        JSON, so no JSON is expected once a call has started.
+        If a marker turns out to be text, the state is corrected. A tool call replaces the required JSON, so no JSON is
+        expected once a call has started.
         """
         state_before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
@@ -130,8 +130,8 @@ class AnswerParser:
     def _correct_call_end(self, segments: list[Segment]) -> list[Segment]:
         """Return the corrected segments at a call's end marker, and set the state after the marker.
 
-        If the marker is part of an argument, the call continues. After a call within reasoning, the
-        reasoning continues.
+        If the marker is part of an argument, the call continues. After a call within reasoning, the reasoning
+        continues.
         """
         _, last_call_text = segments[0]
         if ends_within_argument(self._call_text + last_call_text, self._tool_parser):
@@ -157,8 +157,8 @@ class AnswerParser:
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
         """End the current call, if any. Return the parsed calls, or the text if it can't be parsed.
 
-        The text is returned as reasoning if the call is complete and inside reasoning.
-        `is_complete` is False if the answer ended without the call's end marker.
+        The text is returned as reasoning if the call is complete and inside reasoning. `is_complete` is False if the
+        answer ended without the call's end marker.
         """
         call_text = self._call_text
         self._call_text = ""

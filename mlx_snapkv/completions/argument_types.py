@@ -118,8 +118,8 @@ def _json_type(value: Any) -> str:
 def convert_argument(text: str, types: set[str]) -> Any:
     """Convert an argument's text to one of the allowed types, or return it unchanged.
 
-    If strings are allowed too, the text may be meant as a string. Lists and objects are still
-    converted, but numbers, booleans and null only if the text is exactly the value's JSON.
+    If strings are allowed too, the text may be meant as a string. Lists and objects are still converted, but numbers,
+    booleans and null only if the text is exactly the value's JSON.
 
     Args:
         text: the argument as the model wrote it, including surrounding whitespace.

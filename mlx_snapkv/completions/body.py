@@ -44,8 +44,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 def _parse_messages(items: Any) -> list[Message]:
     """Parse a list of chat messages, or of input items from the Responses API.
 
-    Raises: ValueError: `items` is not a list or is empty, an item is invalid, or the chat has only
-        empty system and user messages. An error about an item starts with the item's index.
+    Raises: ValueError: `items` is not a list or is empty, an item is invalid, or the chat has only empty system and
+        user messages. An error about an item starts with the item's index.
     """
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
@@ -222,8 +222,8 @@ BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 def parse_body(url: Any, body: Any) -> Body:
     """Validate the `url` and `body` of one line in a file of requests.
 
-    Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or the body has a field or
-        a list of prompts that only the server supports.
+    Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or the body has a field or a list of prompts
+        that only the server supports.
     """
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shorten(url)}")

@@ -10,8 +10,7 @@ from ..errors import SnapKVError, brief
 def apply_template(tokenizer, messages: list[dict[str, Any]], /, **options: Any) -> Any:
     """Render messages with the chat template. Return token ids, or text if `tokenize=False`.
 
-    Options come from clients and can have any name, even `messages`, so the other parameters are
-    positional-only.
+    Options come from clients and can have any name, even `messages`, so the other parameters are positional-only.
 
     Raises: SnapKVError: the template or the tokenizer fails.
     """

@@ -35,13 +35,12 @@ CANDIDATES_SHARE = 0.99
 class Constraint:
     """A logits processor that allows only tokens that follow the answer's grammar.
 
-    mlx-lm's generation loops call the constraint once per token, with all tokens so far. The last
-    token is sometimes not evaluated yet. Loops with a draft model drop rejected tokens, and the
-    constraint then rolls back as well.
+    mlx-lm's generation loops call the constraint once per token, with all tokens so far. The last token is sometimes
+    not evaluated yet. Loops with a draft model drop rejected tokens, and the constraint then rolls back as well.
 
-    Near `max_tokens`, enough tokens are reserved to close JSON. A token that would leave too few
-    tokens is not allowed. If that token is the model's most likely one, the JSON is closed at once.
-    Calls are never closed early, because the client would run them with truncated arguments.
+    Near `max_tokens`, enough tokens are reserved to close JSON. A token that would leave too few tokens is not allowed.
+    If that token is the model's most likely one, the JSON is closed at once. Calls are never closed early, because the
+    client would run them with truncated arguments.
 
     Args:
         tokenizer: the model's tokenizer. The grammar is compiled for it.
@@ -66,8 +65,8 @@ class Constraint:
         self._matcher.consume_tokens(prefill_tokens)
         self._n_prompt: int | None = None
         self._answer_tokens: list[int] = []
-        # Number of answer tokens that the matcher has consumed. After the end of the grammar, the
-        # matcher consumes no more tokens.
+        # Number of answer tokens that the matcher has consumed. After the end of the grammar, the matcher consumes no
+        # more tokens.
         self._n_consumed = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
         self._max_end_growth = _max_end_growth(answer_format.grammar, self._vocabulary)
@@ -94,11 +93,11 @@ class Constraint:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
         has_one_more = n_answer == len(self._answer_tokens) + 1
-        # If there is not exactly one new token, the loop may have dropped and replaced answer
-        # tokens, so read the whole answer again.
+        # If there is not exactly one new token, the loop may have dropped and replaced answer tokens, so read the whole
+        # answer again.
         unread_tokens = tokens[-1:] if has_one_more else tokens[self._n_prompt :]
-        # Start computing the logits. The CPU usually builds the mask at the same time, because the
-        # mask rarely depends on the logits.
+        # Start computing the logits. The CPU usually builds the mask at the same time, because the mask rarely depends
+        # on the logits.
         mx.async_eval(unread_tokens)
         mx.async_eval(logits)
         new_tokens: Any = unread_tokens.tolist()
@@ -201,9 +200,8 @@ class Constraint:
     def _current_end(self, n_left: int) -> list[int] | None:
         """Return a short end after the answer so far.
 
-        If the last token was tried before it was chosen, the end that was found then is reused.
-        Return None if no end of at most `n_left` tokens is found, or if the answer is still
-        reasoning.
+        If the last token was tried before it was chosen, the end that was found then is reused. Return None if no end
+        of at most `n_left` tokens is found, or if the answer is still reasoning.
         """
         end_after_candidate = self._end_after_candidate
         self._end_after_candidate = {}
@@ -258,8 +256,8 @@ class Constraint:
 def _max_end_growth(grammar: str, vocabulary: LLTokenizer) -> int:
     """Return an upper bound on the number of tokens by which one token lengthens the short end.
 
-    A token may start an object or array, whose required contents must then follow. The contents are
-    at most as long as the grammar, multiplied by minimum counts such as `minItems`.
+    A token may start an object or array, whose required contents must then follow. The contents are at most as long as
+    the grammar, multiplied by minimum counts such as `minItems`.
     """
     n_grammar_tokens = len(vocabulary.greedy_tokenize(grammar))
     min_counts = map(int, MIN_COUNT.findall(grammar))

@@ -32,10 +32,9 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
 
     Args:
         content: a message's `content` in any API: a string, a part, a list of strings and parts, or None.
-        source: "user" for user and system messages in which media are an error, "tool" for tool
-            results, "other" for everything else. In tool results, parts of unknown types become
-            JSON. All other parts that the model can't read are replaced by a description in
-            brackets.
+        source: "user" for user and system messages in which media are an error, "tool" for tool results, "other" for
+            everything else. In tool results, parts of unknown types become JSON. All other parts that the model can't
+            read are replaced by a description in brackets.
 
     Raises: ValueError: a part's `text` is not a string, or a "user" message has media or a part that is neither text
         nor an object.

@@ -68,8 +68,7 @@ def json_format(
         tokenizer: the model's tokenizer, with its reasoning and call markers.
         state: initial state of mlx-lm's `TextStateMachine`, or None for answers without reasoning.
         schema_name: how errors refer to the schema.
-        may_call: whether tool calls are allowed instead of the JSON. The format of such calls is
-            not enforced.
+        may_call: whether tool calls are allowed instead of the JSON. The format of such calls is not enforced.
 
     Raises: SnapKVError: the schema can't be enforced.
     """
@@ -114,8 +113,7 @@ def _spellings(json_text: str) -> list[str]:
 def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
     """Return the format for one call to one of the tools.
 
-    If the schemas of all tools together are too large to be enforced, arguments can be any object,
-    and `note` says so.
+    If the schemas of all tools together are too large to be enforced, arguments can be any object, and `note` says so.
 
     Raises: SnapKVError: a tool has no name, or its parameter schema can't be enforced.
     """
@@ -133,8 +131,8 @@ def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> Answ
 def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
     """Return the format for a call, in the model's own format if possible.
 
-    `schemas` maps tool names to the schemas of their arguments. Mistral models write
-    `[TOOL_CALLS]NAME[ARGS]{...}`, and older ones `[TOOL_CALLS][{...}]`.
+    `schemas` maps tool names to the schemas of their arguments. Mistral models write `[TOOL_CALLS]NAME[ARGS]{...}`, and
+    older ones `[TOOL_CALLS][{...}]`.
     """
     parser = tokenizer.tool_parser
     start_marker = _terminals(tokenizer.tool_call_start or "", tokenizer)
@@ -190,9 +188,9 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
 def _arguments_schema(name: str, parameters: Any) -> Schema:
     """Return the schema of a call's arguments, which must be an object.
 
-    Additional properties are forbidden in the object itself, and in nested objects that name their
-    properties. They stay allowed where another part of the schema may allow or require them: see
-    `_lists_all_properties` and `_combines_schemas`.
+    Additional properties are forbidden in the object itself, and in nested objects that name their properties. They
+    stay allowed where another part of the schema may allow or require them: see `_lists_all_properties` and
+    `_combines_schemas`.
 
     Raises: SnapKVError: the parameters of the tool `name` can't be an object.
     """
@@ -226,8 +224,8 @@ def _lists_all_properties(schema: dict[str, Any]) -> bool:
 def _combines_schemas(schema: Any) -> bool:
     """Return whether several parts of a schema may describe the same object.
 
-    Such parts must not forbid additional properties, because one part would then forbid the
-    properties that another part names.
+    Such parts must not forbid additional properties, because one part would then forbid the properties that another
+    part names.
     """
     if isinstance(schema, list):
         return any(map(_combines_schemas, schema))

@@ -39,8 +39,7 @@ class Notation:
             if calls have no header.
         quotes: string delimiters, longest first.
         escapes: whether a backslash in a string escapes the next character.
-        is_json: whether arguments are JSON. If so, unquoted text is an error, and slashes can be
-            escaped.
+        is_json: whether arguments are JSON. If so, unquoted text is an error, and slashes can be escaped.
         end: text that follows each call, or "".
     """
 
@@ -149,9 +148,9 @@ def _read_literal(text: str, start: int, notation: Notation, is_complete: bool) 
 class LiteralReader:
     """Reads a literal leniently, because models don't keep to the syntax.
 
-    Keys can be unquoted, strings can have any of the notation's quotes, and constants can be
-    Python's or JSON's. A comma after the last item and doubled outer braces are allowed. Unless the
-    notation is JSON, an unquoted value that is neither a constant nor a number is text.
+    Keys can be unquoted, strings can have any of the notation's quotes, and constants can be Python's or JSON's. A
+    comma after the last item and doubled outer braces are allowed. Unless the notation is JSON, an unquoted value that
+    is neither a constant nor a number is text.
 
     Attributes:
         position: current position in the text.

@@ -39,8 +39,8 @@ def llguidance_tokenizer(tokenizer) -> LLTokenizer:
 def make_matcher(tokenizer, grammar: str, grammar_name: str = "the grammar") -> LLMatcher:
     """Return a matcher for a Lark grammar, positioned at the start of an answer.
 
-    Raises: SnapKVError: llguidance does not support the grammar or the tokenizer. The error calls
-        the grammar `grammar_name`.
+    Raises: SnapKVError: llguidance does not support the grammar or the tokenizer. The error calls the grammar
+        `grammar_name`.
     """
     matcher = LLMatcher(llguidance_tokenizer(tokenizer), grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():

@@ -81,10 +81,9 @@ def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
 
     Args:
         item: the message or item, as the client sent it.
-        may_have_media: whether media in a user or system message are described to the model rather
-            than rejected. True after a tool result, because clients send the tool's images there.
-            Also true for messages that have already been answered, because another model may have
-            read their media.
+        may_have_media: whether media in a user or system message are described to the model rather than rejected. True
+            after a tool result, because clients send the tool's images there. Also true for messages that have already
+            been answered, because another model may have read their media.
 
     Raises: ValueError: the item has an unknown format, only refers to an earlier response, or has media that must be
         rejected.
@@ -194,8 +193,7 @@ def _result_message(item: dict[str, Any], call_id: Any, content: Any) -> Message
     """
     parts = []
     for part in text_parts(content):
-        # A part with a note is a placeholder. Drop the line breaks around it, because the separator
-        # takes their place.
+        # A part with a note is a placeholder. Drop the line breaks around it, because the separator takes their place.
         is_placeholder = part.note is not None
         parts.append(part._replace(text=part.text.strip("\n")) if is_placeholder else part)
     message = _join_parts("tool", parts, SEPARATOR)

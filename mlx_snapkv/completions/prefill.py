@@ -42,12 +42,11 @@ def prefill_of(turns: list[Message]) -> str:
 def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> Any:
     """Return the rendered chat up to the end of the last message's text.
 
-    The last message is rendered with a mark at its end, and the rendered chat is cut at the mark.
-    This removes what the template adds after a message, and keeps trailing whitespace that the
-    template would strip.
+    The last message is rendered with a mark at its end, and the rendered chat is cut at the mark. This removes what the
+    template adds after a message, and keeps trailing whitespace that the template would strip.
 
-    If the template omits or rejects a final assistant message, the message's text is appended to
-    the generation prompt. If the generation prompt starts reasoning, the reasoning is closed first.
+    If the template omits or rejects a final assistant message, the message's text is appended to the generation prompt.
+    If the generation prompt starts reasoning, the reasoning is closed first.
 
     Raises: SnapKVError: the template fails, or omits the chat's only message.
     """

@@ -59,8 +59,8 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
         tokenizer: the model's tokenizer, with a chat template if `body` is a chat.
         vocabulary_size: size of the model's vocabulary, which may differ from the tokenizer's.
 
-    Raises: SnapKVError: `tool_choice` selects tools by name but a tool has no name, the chat can't
-        be rendered, the tokenizer fails, the prompt is empty, or a token is outside the vocabulary.
+    Raises: SnapKVError: `tool_choice` selects tools by name but a tool has no name, the chat can't be rendered, the
+        tokenizer fails, the prompt is empty, or a token is outside the vocabulary.
     """
     if isinstance(body, ChatBody):
         prompt = _chat_prompt(body, tokenizer)

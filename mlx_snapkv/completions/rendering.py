@@ -62,8 +62,8 @@ def render(
         options: template variables.
         may_continue: whether the answer continues the text of a final assistant message, if there is one.
 
-    Raises: SnapKVError: there is no template, the template does not support `tools`, an option is
-        reserved, or every rewrite fails. In the last case, the error is the first rewrite's.
+    Raises: SnapKVError: there is no template, the template does not support `tools`, an option is reserved, or every
+        rewrite fails. In the last case, the error is the first rewrite's.
     """
     _require_renderable(tokenizer, tools, options)
     options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
@@ -136,8 +136,8 @@ def _drops_calls(tokenizer, turns: list[Message]) -> bool:
 def initial_state(tokenizer, rendered: Rendered) -> str:
     """Return the state of mlx-lm's `TextStateMachine` in which the answer starts: "normal" or "reasoning".
 
-    If there is a prefill, the state depends on whether the prefill ends inside reasoning.
-    Otherwise, it is the tokenizer's `response_initial_state`. If the tokenizer has none, the generation prompt decides.
+    If there is a prefill, the state depends on whether the prefill ends inside reasoning. Otherwise, it is the
+    tokenizer's `response_initial_state`. If the tokenizer has none, the generation prompt decides.
     """
     if rendered.prefill:
         starts_reasoning = tokenizer.has_thinking and ends_in_thoughts(rendered.prefill, tokenizer)

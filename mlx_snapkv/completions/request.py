@@ -117,8 +117,8 @@ def completion_request(
         bounds: the model's limits.
         prompt: the body's prompt, if already tokenised.
 
-    Raises: SnapKVError: `tokenize` fails, `logit_bias` or `top_k` does not fit the vocabulary, or
-        the required answer format can't be enforced.
+    Raises: SnapKVError: `tokenize` fails, `logit_bias` or `top_k` does not fit the vocabulary, or the required answer
+        format can't be enforced.
     """
     prompt = prompt or tokenize(body, tokenizer, bounds.vocabulary_size)
     vocabulary_size = min(len(tokenizer), bounds.vocabulary_size)
@@ -210,8 +210,8 @@ def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
 def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | None:
     """Return the format that the answer must have, or None if any text is allowed.
 
-    If `tool_choice` forces a call, it is the format of that call. Otherwise, it is the format of
-    the JSON that `response_format` requires.
+    If `tool_choice` forces a call, it is the format of that call. Otherwise, it is the format of the JSON that
+    `response_format` requires.
 
     Raises: SnapKVError: there is no tool for a forced call, or a schema can't be enforced.
     """

@@ -19,8 +19,8 @@ class JsonSchema(BodyModel):
 class ResponseFormat(BodyModel):
     """The format that the client requests for an answer.
 
-    The Chat Completions API nests the schema in `json_schema`. The Responses API, Anthropic's
-    Messages API and other servers put the schema in `schema`.
+    The Chat Completions API nests the schema in `json_schema`. The Responses API, Anthropic's Messages API and other
+    servers put the schema in `schema`.
     """
 
     type: Literal["text", "json_object", "json_schema"]

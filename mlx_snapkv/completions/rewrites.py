@@ -125,8 +125,8 @@ def make_alternating(turns: list[Message]) -> list[Message]:
     return new_turns
 
 
-# Each alternative is tried twice: first with the system message unchanged, then with the system
-# message turned into a user message.
+# Each alternative is tried twice: first with the system message unchanged, then with the system message turned into a
+# user message.
 ALTERNATIVES: list[tuple[Change, ...]] = [
     (),
     (partial(_convert_arguments, as_text=False),),

@@ -49,9 +49,8 @@ def make_sampler(
 class SeededSampler:
     """A sampler with its own random sequence, independent of other requests in the batch.
 
-    It samples like mlx-lm's loop after `mx.random.seed(seed)`. MLX has a single random generator,
-    so the generator's state is set before each token. The state is computed on the CPU, without
-    waiting for the model.
+    It samples like mlx-lm's loop after `mx.random.seed(seed)`. MLX has a single random generator, so the generator's
+    state is set before each token. The state is computed on the CPU, without waiting for the model.
 
     Args:
         sampler: function that draws a token from log-probabilities `(1, vocab_size)` with MLX's generator.

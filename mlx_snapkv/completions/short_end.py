@@ -25,9 +25,9 @@ class FreeText(Exception):
 def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
     """Return a few tokens that complete the answer as the grammar requires.
 
-    At each position, the first of `CLOSERS` that the grammar allows is used. If the grammar allows
-    no closer, up to `MAX_CHOICES` alternatives are tried. The shortest path is continued first, so
-    that the search ends even for recursive schemas.
+    At each position, the first of `CLOSERS` that the grammar allows is used. If the grammar allows no closer, up to
+    `MAX_CHOICES` alternatives are tried. The shortest path is continued first, so that the search ends even for
+    recursive schemas.
 
     Returns None if no end of at most `max_length` tokens is found.
 
@@ -36,8 +36,8 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
     end = _search_end(matcher, tokenizer, max_length, MAX_CHOICES)
     if end is not None:
         return end
-    # A position with many alternatives, for example in a string with a `pattern`, can use up all
-    # paths. Search again with only one alternative per position.
+    # A position with many alternatives, for example in a string with a `pattern`, can use up all paths. Search again
+    # with only one alternative per position.
     return _search_end(matcher, tokenizer, max_length, max_choices=1)
 
 
@@ -104,8 +104,8 @@ def _search_end(
 def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
     """Advance a path while a token is forced or a closer is allowed. Return the tokens to try next.
 
-    Returns an empty list if the answer may end after the path, and None if the path gets too long
-    or leaves the grammar.
+    Returns an empty list if the answer may end after the path, and None if the path gets too long or leaves the
+    grammar.
 
     Raises: FreeText: the path is inside reasoning.
     """
@@ -125,8 +125,7 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
 def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
     """Return a list with the token that brings the path closer to its end, or an empty list.
 
-    Inside a string, this token is a quote. Elsewhere, it is the first of `CLOSERS` that the bitmask
-    allows.
+    Inside a string, this token is a quote. Elsewhere, it is the first of `CLOSERS` that the bitmask allows.
 
     Raises: FreeText: a quote has not ended the string, so the path is inside reasoning.
     """
@@ -141,8 +140,7 @@ def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[
 def _continuations(matcher: LLMatcher, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
     """Return allowed tokens that may continue a value or a name, or else the first allowed token.
 
-    In the middle of a multi-byte character, for example, only tokens that complete the character
-    are allowed.
+    In the middle of a multi-byte character, for example, only tokens that complete the character are allowed.
     """
     tokens = _allowed_character_tokens(bitmask, CONTINUATIONS, tokenizer)
     if tokens:

@@ -22,11 +22,11 @@ class Tags:
     Attributes:
         call: start of a call, with the group `name`.
         call_end: end of a call.
-        argument: start of an argument, with the group `key`, and with `type` if the format has
-            types. If a tag has no key, its value is a JSON object with all arguments.
+        argument: start of an argument, with the group `key`, and with `type` if the format has types. If a tag has no
+            key, its value is a JSON object with all arguments.
         argument_end: end of an argument.
-        ends_at_marker: whether the model's end marker is also the end of the last call. If so, the
-            text between the markers does not end with a `call_end`.
+        ends_at_marker: whether the model's end marker is also the end of the last call. If so, the text between the
+            markers does not end with a `call_end`.
         has_cdata: whether a value may be a CDATA section.
     """
 
@@ -235,9 +235,9 @@ def _find_closing_tag(
 ) -> tuple[int, int]:
     """Return the start and the end of a value's closing tag.
 
-    A value may contain tags as text. The closing tag is the first that meets two conditions: it
-    does not close an argument inside the value, and it is followed by the next argument or the end
-    of the call. If there is no such tag but the text is complete, the value's end is guessed.
+    A value may contain tags as text. The closing tag is the first that meets two conditions: it does not close an
+    argument inside the value, and it is followed by the next argument or the end of the call. If there is no such tag
+    but the text is complete, the value's end is guessed.
 
     Raises: UnclosedArgument: the value has no end.
     """

@@ -10,8 +10,8 @@ from . import literal_calls, tagged_calls
 from .contents import replace_surrogates
 from .messages import parse_arguments
 
-# Maximum nesting depth of a call's arguments. Deeper arguments are rejected, because clients send
-# calls back in later requests, where the arguments must be parsable.
+# Maximum nesting depth of a call's arguments. Deeper arguments are rejected, because clients send calls back in later
+# requests, where the arguments must be parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
 NAME_FIELDS = ("name", "function")
@@ -28,8 +28,8 @@ def parse_tool_calls(
 
     Args:
         text: the answer's text between a call's markers.
-        parser: the tokenizer's tool parser. It identifies the format. It is called only for formats
-            that this package has no parser for.
+        parser: the tokenizer's tool parser. It identifies the format. It is called only for formats that this package
+            has no parser for.
         tools: the request's tools, or None. Their schemas determine the argument types.
         is_complete: whether the model has finished the text. If not, mistakes are not repaired, because an argument may
             be cut off.

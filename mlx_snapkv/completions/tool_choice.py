@@ -27,8 +27,7 @@ class ToolChoice(BodyModel):
     Attributes:
         type: "function" if the answer must call `function`.
         allowed: names of the tools that may be called, or None for all.
-        service: type of the built-in tool that the client asks for. Built-in tools are not
-            available here.
+        service: type of the built-in tool that the client asks for. Built-in tools are not available here.
     """
 
     type: Literal["auto", "none", "required", "function"]
@@ -42,8 +41,7 @@ class ToolChoice(BodyModel):
 def _as_tool_choice(value: Any) -> Any:
     """Convert a choice in any format to the fields of `ToolChoice`. Return unknown formats unchanged.
 
-    Raises: ValueError: `allowed_tools`, one of the allowed tools, or the named function is not an
-        object.
+    Raises: ValueError: `allowed_tools`, one of the allowed tools, or the named function is not an object.
     """
     if isinstance(value, str):
         return {"type": value}

@@ -14,9 +14,8 @@ def merge_into_turns(messages: Iterable[Message]) -> list[Message]:
 
     Tool results are sorted into the order of their calls, because most templates do not show ids.
 
-    Agents also send system messages in the middle of a chat. Late system messages become user
-    messages, because many templates reject them, and because moving them to the front would change
-    a prefix that may be in the prefix cache.
+    Agents also send system messages in the middle of a chat. Late system messages become user messages, because many
+    templates reject them, and because moving them to the front would change a prefix that may be in the prefix cache.
     """
     turns: list[Message] = []
     for message in _in_order_of_calls(messages):

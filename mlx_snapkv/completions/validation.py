@@ -18,8 +18,8 @@ def require(is_allowed: bool, rule: str, value: Any) -> None:
 
     Args:
         is_allowed: whether the value is allowed.
-        rule: the part of the error sentence after the field's name, such as "must not be empty". A
-            rule with a leading dot, as in ".content must not be empty", extends the field's name.
+        rule: the part of the error sentence after the field's name, such as "must not be empty". A rule with a leading
+            dot, as in ".content must not be empty", extends the field's name.
         value: the value to quote in the error.
     """
     if not is_allowed:

@@ -33,11 +33,10 @@ class BlockKVCache(EvictingCache):
         [0 : n_kept)        entries kept by each KV head at the last eviction, in order of position
         [n_kept : size())   entries added since the last eviction
 
-    If the next tokens don't fit, the cache first evicts all but `quota.entries` entries and moves
-    the kept entries to the front. All entries precede the new tokens, so the usual causal mask
-    applies: each new token sees all of these entries. Keys keep their original RoPE rotation, and
-    `offset` is the next token's position in the text. An update of more than `block` tokens is kept
-    in full until the next update.
+    If the next tokens don't fit, the cache first evicts all but `quota.entries` entries and moves the kept entries to
+    the front. All entries precede the new tokens, so the usual causal mask applies: each new token sees all of these
+    entries. Keys keep their original RoPE rotation, and `offset` is the next token's position in the text. An update of
+    more than `block` tokens is kept in full until the next update.
 
     Args:
         policy: policy that scores the entries.
@@ -52,9 +51,8 @@ class BlockKVCache(EvictingCache):
     Attributes:
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
             more than `block` of them, the cache exceeds its capacity.
-        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. To save
-            memory, the first buffers have no more rows than this, unless the first update has more
-            tokens.
+        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. To save memory, the first
+            buffers have no more rows than this, unless the first update has more tokens.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
@@ -86,8 +84,8 @@ class BlockKVCache(EvictingCache):
         self.counts_attention = counts_attention or policy.accumulates_attention
         # Attention received by the first `n` entries, `(B, n_kv_heads, n)` float32; None before the first count.
         self._counted_attention: mx.array | None = None
-        # Counting attention reads all keys, so queries of single tokens wait here until there are
-        # `block` of them, `(B, n_heads, 1, head_dim)` each.
+        # Counting attention reads all keys, so queries of single tokens wait here until there are `block` of them, `(B,
+        # n_heads, 1, head_dim)` each.
         self._waiting_queries: list[mx.array] = []
         # Positions of the entries in the first rows, uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
@@ -223,8 +221,8 @@ class BlockKVCache(EvictingCache):
     def _count_attention(self, captured: CapturedQueries) -> None:
         """Count the attention that a call's queries give, leaving out queries from `last` on.
 
-        Single-token queries are collected, and counted once there are `block` of them. The call's
-        entries are already in the cache.
+        Single-token queries are collected, and counted once there are `block` of them. The call's entries are already
+        in the cache.
         """
         chunk_start = self.offset - captured.queries.shape[2]
         n_voters = int(min(self.last, self.offset)) - chunk_start

@@ -32,8 +32,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     decide when to evict.
 
     Attributes:
-        keys, values: the buffers, `(B, n_kv_heads, n_rows, head_dim)` each, or the arrays of
-            quantised entries.
+        keys, values: the buffers, `(B, n_kv_heads, n_rows, head_dim)` each, or the arrays of quantised entries.
         positions: original position of each row's entry, uint32 `(B, n_kv_heads, size())`.
         layer: the cache's `AttentionLayer`, or None if the policy needs only the entries.
     """

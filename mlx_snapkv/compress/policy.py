@@ -36,8 +36,7 @@ class Policy(Hyperparameters, ABC):
 
     # Defaults that subclasses may override:
 
-    # Number of recent queries that vote. With schedule="block", only the queries in the recent
-    # window vote.
+    # Number of recent queries that vote. With schedule="block", only the queries in the recent window vote.
     obs_window: ClassVar[int] = 0
     accumulates_attention: ClassVar[bool] = False  # whether all queries vote
     # Position where `Entries.statistics` start, or None if the policy needs no statistics.

@@ -51,8 +51,8 @@ class SnapKVCache(EvictingCache):
     Attributes:
         is_drafted: whether the cache is used in mlx-lm's speculative decoding, which trims rejected drafts.
 
-    Raises: SnapKVError: the shapes disagree, there are more entries than `offset` or the window allows, or
-        `n_window < 1`.
+    Raises: SnapKVError: the shapes disagree, there are more entries than `offset` or the window allows, or `n_window <
+        1`.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "n_pin", "n_window", "_oldest")
@@ -190,8 +190,7 @@ class SnapKVCache(EvictingCache):
         oldest = (self._oldest + n_pending) % self.n_window
         overwrites_nothing = n_in_window + N <= self.n_window
         is_window_full = n_in_window == self.n_window
-        # A single token needs no mask if the window is full, because it overwrites the oldest entry
-        # before it attends.
+        # A single token needs no mask if the window is full, because it overwrites the oldest entry before it attends.
         if N == 1 and (overwrites_nothing or is_window_full):
             return None
         if overwrites_nothing and not return_array:

@@ -131,8 +131,8 @@ def _note_memory(
 ) -> None:
     """Record the dtype and size of the entries after compression.
 
-    With sparse attention, also record how much is in files, and how much is in memory but not read
-    by an answer token. If the answer evicts in blocks, record the block size.
+    With sparse attention, also record how much is in files, and how much is in memory but not read by an answer token.
+    If the answer evicts in blocks, record the block size.
     """
     if plan.sparse is not None:
         stored_caches = [layer.cache_in(prompt_cache) for layer in layers]
@@ -253,11 +253,9 @@ def put_compressed_cache(
 ) -> None:
     """Replace a layer's cache with a cache of the chosen prompt entries.
 
-    Any entries of the answer are then appended. If the prompt is a text to ask about later, they
-    are dropped instead.
+    Any entries of the answer are then appended. If the prompt is a text to ask about later, they are dropped instead.
 
-    The full cache is freed once the device has copied the chosen entries, unless the caller holds a
-    reference to it.
+    The full cache is freed once the device has copied the chosen entries, unless the caller holds a reference to it.
     """
     prefill_cache = layer.cache_in(caches)
     policy = plan.decode_policy

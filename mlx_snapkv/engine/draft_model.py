@@ -97,8 +97,7 @@ class DraftedAnswer:
     ) -> Iterator[GenerationResponse]:
         """Yield the whole answer.
 
-        The main model alone decodes the tokens before compression. mlx-lm's speculative loop
-        decodes the rest.
+        The main model alone decodes the tokens before compression. mlx-lm's speculative loop decodes the rest.
         """
         started = time.perf_counter()
         self._feed_draft_model(self.prompt)

@@ -103,8 +103,8 @@ def stream_generate(
 
     See `generate_step` for the keyword arguments.
 
-    With a draft model, only the main model's cache is compressed. Speculative decoding starts with the first token
-    from the compressed cache. With greedy sampling, the answer is the same as without a draft model.
+    With a draft model, only the main model's cache is compressed. Speculative decoding starts with the first token from
+    the compressed cache. With greedy sampling, the answer is the same as without a draft model.
 
     Yields:
         mlx-lm's `GenerationResponse`s. `prompt_tokens` and `prompt_tps` cover the whole prompt. `generation_tps`
@@ -210,8 +210,7 @@ def encode_prompt(
 ) -> mx.array:
     """Return the prompt's token ids `(T,)`. Text is encoded as in mlx-lm's `stream_generate`.
 
-    Raises: SnapKVError: the prompt is not a sequence of token ids, or is empty although
-        `may_be_empty` is false.
+    Raises: SnapKVError: the prompt is not a sequence of token ids, or is empty although `may_be_empty` is false.
     """
     tokens = text_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
     return token_ids(tokens, may_be_empty)

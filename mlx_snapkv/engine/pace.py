@@ -26,11 +26,10 @@ class Pace:
 
     Args:
         n_prompt: prompt length in tokens.
-        tokens_to_repay_setup: number of sparse tokens needed to make up for building the index and
-            the means. Sparse attention is first tried after this many tokens, so that an answer of
-            any length takes at most about twice as long as in the better mode. If the text grows by
-            a factor of `RETRY_GROWTH` before that, sparse attention is tried then. In any case, the
-            first `FIRST_TOKENS` tokens read all entries.
+        tokens_to_repay_setup: number of sparse tokens needed to make up for building the index and the means. Sparse
+            attention is first tried after this many tokens, so that an answer of any length takes at most about twice
+            as long as in the better mode. If the text grows by a factor of `RETRY_GROWTH` before that, sparse attention
+            is tried then. In any case, the first `FIRST_TOKENS` tokens read all entries.
 
     Attributes:
         reads_all: whether the next tokens read all entries.

@@ -40,10 +40,10 @@ def prefill(
 ) -> tuple[list, CompressionReport]:
     """Feed `tokens` to the model, and compress the prompt cache.
 
-    To decode with mlx-lm directly, pass `prompt[:-1]` here, then pass `prompt[-1:]` and the cache to
-    mlx-lm's `generate_step`. If you pass the whole prompt instead, the same entries are kept as in
-    this package's `generate_step`. For a policy with `lookahead`, the next tokens are decoded
-    greedily so that they can vote, and are then dropped.
+    To decode with mlx-lm directly, pass `prompt[:-1]` here, then pass `prompt[-1:]` and the cache to mlx-lm's
+    `generate_step`. If you pass the whole prompt instead, the same entries are kept as in this package's
+    `generate_step`. For a policy with `lookahead`, the next tokens are decoded greedily so that they can vote, and are
+    then dropped.
 
     With `sparse`, all entries stay in a store, and later requests or conversation turns can continue from them.
 

@@ -11,8 +11,8 @@ from ..planning.request_plan import Plan
 def prefill_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
     """Create the caches that mlx-lm's loop reads a prompt into.
 
-    They start with the entries of earlier turns in `prompt_cache`. The caller's own caches stay
-    unchanged until compression.
+    They start with the entries of earlier turns in `prompt_cache`. The caller's own caches stay unchanged until
+    compression.
     """
     caches = copies_sharing_entries(prompt_cache, layers)
     earlier_caches = [layer.layer_cache_in(prompt_cache) for layer in layers]
@@ -43,8 +43,8 @@ def _block_cache(
 ) -> BlockKVCache:
     """Create a layer's prefill cache, for `n_new` more tokens.
 
-    A `BlockKVCache` is needed if prefill evicts or accumulates attention, or if the earlier entries
-    are compressed or quantised.
+    A `BlockKVCache` is needed if prefill evicts or accumulates attention, or if the earlier entries are compressed or
+    quantised.
     """
     policy = plan.prefill_policy
     quota = plan.prefill_quota
@@ -58,8 +58,8 @@ def _block_cache(
         if evicts_once:
             # Keep all entries while the prompt is read.
             quota = Quota(n_expected, quota.n_sink, quota.n_window)
-    # If entries are evicted only once, the configured quantisation waits until then, unless the
-    # earlier entries are already quantised.
+    # If entries are evicted only once, the configured quantisation waits until then, unless the earlier entries are
+    # already quantised.
     is_quantised_later = evicts_once and not earlier_are_quantised
     block_cache = BlockKVCache(
         policy,

@@ -13,8 +13,8 @@ from .pace import MAX_TIME_RATIO
 
 RETRY_GROWTH = 2  # the text must grow by this factor before a sparse chunk is tried again
 
-# The values of `_Chunk.chooses` for which this process has already read a chunk. The first chunk of
-# each kind is not measured, because its time includes compilation.
+# The values of `_Chunk.chooses` for which this process has already read a chunk. The first chunk of each kind is not
+# measured, because its time includes compilation.
 compiled_kinds: set[bool] = set()
 
 
@@ -37,8 +37,8 @@ class ReadingPace:
 
     Args:
         plan: a plan with `sparse_reading`. If the plan does not adapt, all chunks choose their entries.
-        recorded_speed: this machine's speed record, or an empty record for a first turn. If
-            choosing entries is faster according to the record, all chunks choose their entries.
+        recorded_speed: this machine's speed record, or an empty record for a first turn. If choosing entries is faster
+            according to the record, all chunks choose their entries.
         clock: returns the current time in seconds.
 
     Attributes:

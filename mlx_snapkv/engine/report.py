@@ -29,18 +29,17 @@ class CompressionReport:
         policy: the setting, as written on the command line, or NO_POLICY.
         prompt_tokens: length of the whole prompt in tokens.
         reason: why nothing was compressed, usually with advice. None if entries were evicted or are read sparsely.
-        entries_kept: number of entries per KV head that each layer keeps or, with sparse attention,
-            that an answer token reads. None for layers that are left alone, such as sliding-window
-            layers.
-        kv_bytes_before: size of a full, unquantised cache of all tokens read before compression,
-            including tokens whose entries had already been evicted.
+        entries_kept: number of entries per KV head that each layer keeps or, with sparse attention, that an answer
+            token reads. None for layers that are left alone, such as sliding-window layers.
+        kv_bytes_before: size of a full, unquantised cache of all tokens read before compression, including tokens whose
+            entries had already been evicted.
         kv_bytes_after: size of all keys, values and indexes in memory after compression. An answer token reads all of
             it except `kv_bytes_staying`.
         kv_bytes_staying: the part of `kv_bytes_after` that an answer token does not read.
         file_bytes: size of all keys, values and indexes in files.
         kv_dtype: type of the entries after compression, such as "float16" or "8 bits".
-        block: number of tokens that fit in the cache besides the kept entries. None unless entries
-            are evicted in blocks during the answer.
+        block: number of tokens that fit in the cache besides the kept entries. None unless entries are evicted in
+            blocks during the answer.
         attention_share: share of the voters' attention that went to the kept entries, by layer. None for layers without
             voters.
         prefill_seconds: time from the first chunk to the first answer token.
@@ -50,11 +49,10 @@ class CompressionReport:
             chunk read all entries.
         read_per_token: largest number of entries per KV head that a sparse answer token reads. None if all tokens read
             all entries.
-        read_all: runs of answer tokens that read all entries, as `[first, last]` pairs. Tokens are
-            counted from 1. `last` is None if the run lasts until the end of the answer. Empty
-            unless the answer can switch between full and sparse attention.
-        means: largest number of cluster means that a token reads in place of unread entries. 0 if
-            no means are used.
+        read_all: runs of answer tokens that read all entries, as `[first, last]` pairs. Tokens are counted from 1.
+            `last` is None if the run lasts until the end of the answer. Empty unless the answer can switch between full
+            and sparse attention.
+        means: largest number of cluster means that a token reads in place of unread entries. 0 if no means are used.
         plain_path: why sparse attention runs on plain MLX operations. None if GPU kernels are used, or if no answer
             token uses sparse attention.
         auto: the setting that `policy="auto"` selected, and why.
@@ -124,8 +122,7 @@ class CompressionReport:
     def _speed_warning(self) -> str | None:
         """Return a warning if tokens were clearly slower than with the full cache, otherwise None.
 
-        If the answer could switch modes, any slowdown counts, but only if the answer ended with full
-        attention.
+        If the answer could switch modes, any slowdown counts, but only if the answer ended with full attention.
         """
         if not self.full_token_seconds or not self.token_seconds:
             return None
@@ -136,8 +133,8 @@ class CompressionReport:
             return f"{speed_ratio:.2f} times as fast as the full cache at this length"
         _, last_token = self.read_all[-1]
         ended_with_sparse_attention = last_token is not None
-        # Also compare the speeds: an answer that is faster with sparse attention can end while full
-        # attention is being tried.
+        # Also compare the speeds: an answer that is faster with sparse attention can end while full attention is being
+        # tried.
         if ended_with_sparse_attention or speed_ratio >= 1:
             return None
         return (

@@ -47,8 +47,8 @@ class Request:
 
     Attributes:
         model: the model to pass to mlx-lm's loop.
-        caches: the caches to pass to mlx-lm's loop. `compress` replaces the prefill caches in this list with the
-            caches for decoding.
+        caches: the caches to pass to mlx-lm's loop. `compress` replaces the prefill caches in this list with the caches
+            for decoding.
         prompt_cache: the caller's prompt cache or, if its entries were copied to a store, the caches of the store.
         is_compressed: whether `compress` has replaced the caches.
         report: the report, filled in by `compress` or `finish`.
@@ -172,8 +172,8 @@ class Request:
     def tokens_to_repay_setup(self) -> float:
         """Estimate from the speed record how many answer tokens it takes to make up for building the index.
 
-        Return 0 if that is unknown, and infinity if sparse attention is not faster. Also return 0
-        in later turns of a conversation, because they only extend the index.
+        Return 0 if that is unknown, and infinity if sparse attention is not faster. Also return 0 in later turns of a
+        conversation, because they only extend the index.
         """
         assert self.plan.sparse is not None
         if self.plan.n_earlier:

@@ -9,8 +9,8 @@ from ..caches.layers import all_caches, kv_bytes, layer_caches
 class CacheCopy:
     """A snapshot of a prompt cache, for restoring it later.
 
-    Layer caches that only grow are not copied, because they can be trimmed. Others are copied. A
-    copy shares its arrays with the original until the original writes to them.
+    Layer caches that only grow are not copied, because they can be trimmed. Others are copied. A copy shares its arrays
+    with the original until the original writes to them.
     """
 
     def __init__(self, prompt_cache: list):

@@ -53,8 +53,7 @@ def serve(
         model: the mlx-lm model.
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens, or -1 for no limit.
-        config: the request's config. If `config.turns` is true, `options` must contain the
-            conversation's prompt cache.
+        config: the request's config. If `config.turns` is true, `options` must contain the conversation's prompt cache.
         on_report: called with the `CompressionReport`.
         options: mlx-lm's keyword arguments for `start`.
         on_kept: called for each layer with the kept entries.
@@ -106,8 +105,8 @@ def require_servable(model, config: CompressionConfig) -> None:
 def _run_in_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
     """Return mlx-lm's iterator for a request that is not compressed.
 
-    If an earlier request compressed the prompt cache, the cache can still evict. In that case,
-    calls are split at evictions, and the queries that vote are recorded.
+    If an earlier request compressed the prompt cache, the cache can still evict. In that case, calls are split at
+    evictions, and the queries that vote are recorded.
 
     Raises: SnapKVError: the prompt is given as embeddings, and the prompt cache evicts.
     """
@@ -228,8 +227,8 @@ def _compressed_answer(
 ) -> Iterator[Any]:
     """Yield the items of an answer, and compress just before yielding the last token that votes.
 
-    If no answer token votes, compress just before yielding the first token. In either case, mlx-lm
-    has already fed that token to the model.
+    If no answer token votes, compress just before yielding the first token. In either case, mlx-lm has already fed that
+    token to the model.
 
     Args:
         items: mlx-lm's iterator, running on the request's model and caches.

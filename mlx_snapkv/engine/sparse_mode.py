@@ -84,8 +84,8 @@ class SparseMode:
         for layer in self._choosing_layers:
             stored_cache = layer.cache_in(self._prompt_cache)
             view = FullView([stored_cache.store], layer)
-            # Computing page means reads all keys. That is slow if the keys are in files, so in that
-            # case, keep the means for later turns.
+            # Computing page means reads all keys. That is slow if the keys are in files, so in that case, keep the
+            # means for later turns.
             means = stored_cache.page_means if stored_cache.in_files else PageMeans()
             ranking = PageRanking(
                 view, means, reading.reach, reading.last_reach, reading.last_from, self.pace.chooses
@@ -96,9 +96,8 @@ class SparseMode:
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on a chunk `(1, L)`, and return the logits of its last part.
 
-        A sparse chunk is split into parts, and each part chooses its entries separately. mlx-lm
-        evaluates the last part only after this method has returned, so the timing of a part ends
-        when the next part starts.
+        A sparse chunk is split into parts, and each part chooses its entries separately. mlx-lm evaluates the last part
+        only after this method has returned, so the timing of a part ends when the next part starts.
         """
         if self.pace is None:
             return self._call_in_pieces(inputs, cache)
@@ -221,8 +220,8 @@ class SparseMode:
     def full_view(self, layer: AttentionLayer) -> FullView:
         """Return a view of all of a layer's entries, after indexing the new ones.
 
-        If there is no index from earlier turns, or the text has outgrown that index, a new index is
-        fitted to the prompt's last queries. A short text has no index.
+        If there is no index from earlier turns, or the text has outgrown that index, a new index is fitted to the
+        prompt's last queries. A short text has no index.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = FullView([cache.store], layer)

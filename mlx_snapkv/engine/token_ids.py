@@ -13,8 +13,7 @@ from ..models.counts import vocabulary_size
 def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> mx.array:
     """Convert the prompt to an array `(T,)`.
 
-    Raises: SnapKVError: the prompt is not a sequence of token ids, or is empty although
-        `may_be_empty` is false.
+    Raises: SnapKVError: the prompt is not a sequence of token ids, or is empty although `may_be_empty` is false.
     """
     if isinstance(prompt, str):
         raise SnapKVError("the prompt must be token ids, got a text: encode it with the tokenizer")

@@ -32,8 +32,8 @@ class Answer:
     Attributes:
         tokens: answer tokens, including any end-of-sequence token.
         cache: prompt cache after the answer. With sparse attention, it contains all entries.
-        times: `time.perf_counter()` at the start and after each decoded token. The `first_tokens`
-            of `decode` are not decoded, so they have no time.
+        times: `time.perf_counter()` at the start and after each decoded token. The `first_tokens` of `decode` are not
+            decoded, so they have no time.
         n_times_before: number of `times` before compression.
     """
 
@@ -64,8 +64,8 @@ def decode(
         tokenizer: the model's tokenizer.
         prompt: token ids of the whole prompt.
         max_tokens: maximum number of tokens in the answer, including `first_tokens`.
-        cache: prompt cache to continue from. At least the last token of `[*prompt, *first_tokens]`
-            must still be unread.
+        cache: prompt cache to continue from. At least the last token of `[*prompt, *first_tokens]` must still be
+            unread.
         report: report on the cache's compression, or None if `stream_generate` should compress the prompt.
         first_tokens: the answer's first tokens, if they are already known.
         on_text: called with each new part of the answer's text. End-of-sequence tokens have no text.
@@ -129,24 +129,23 @@ class Compared:
 
     Attributes:
         tokens: answer tokens, including any end-of-sequence token.
-        entries: number of entries kept per KV head or, with sparse attention, read per token. If
-            layers differ, this is the largest number.
-        kv_bytes: bytes of keys, values and indexes in memory after compression. For the full cache,
-            measured after the answer.
-        first_token_seconds: seconds from the start of prefill to the first token. Methods that
-            share one reading of the prompt have the same value.
+        entries: number of entries kept per KV head or, with sparse attention, read per token. If layers differ, this is
+            the largest number.
+        kv_bytes: bytes of keys, values and indexes in memory after compression. For the full cache, measured after the
+            answer.
+        first_token_seconds: seconds from the start of prefill to the first token. Methods that share one reading of the
+            prompt have the same value.
         tokens_per_second: decoding speed after compression, or None if there are too few tokens.
-        kl: mean KL divergence from the full cache over the full cache's answer, in nats per token.
-            Only tokens after compression count, as in `eval fidelity --setting known`. None if the
-            full cache's answer ends before compression.
+        kl: mean KL divergence from the full cache over the full cache's answer, in nats per token. Only tokens after
+            compression count, as in `eval fidelity --setting known`. None if the full cache's answer ends before
+            compression.
         n_before: number of answer tokens decoded before compression.
         uncompressed: why `kl` is None, in one sentence. None if `kl` is a number.
-        differs: the first difference from the full cache's answer, as (token index, text before the
-            token, text of the full cache's token, text of this answer's token). None if the answers
-            are equal.
+        differs: the first difference from the full cache's answer, as (token index, text before the token, text of the
+            full cache's token, text of this answer's token). None if the answers are equal.
         reason: why the method leaves the prompt to the full cache, or None if it does not.
-        kept: `(n_prompt,)`, for each prompt token, the share (0 to 1) of KV heads that keep its
-            entry, over all layers. None for methods that evict nothing.
+        kept: `(n_prompt,)`, for each prompt token, the share (0 to 1) of KV heads that keep its entry, over all layers.
+            None for methods that evict nothing.
     """
 
     name: str
@@ -289,8 +288,8 @@ class _Comparison:
             method: the policy.
             n_before: number of answer tokens decoded before compression. They are taken from the full cache's answer.
 
-        Returns: The answer, `Compared.kept`, and the policy's log-probabilities `(m, vocab_size)`
-            for the last `m` tokens of the full cache's answer.
+        Returns: The answer, `Compared.kept`, and the policy's log-probabilities `(m, vocab_size)` for the last `m`
+            tokens of the full cache's answer.
         """
         cache, report = self._reading.compress(method.policy, answering=True)
         compressed_cache = copy.deepcopy(cache)  # because decoding changes `cache`
@@ -319,10 +318,9 @@ class _Comparison:
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
         if compressed_cache is not None and not lookahead_of(method.policy):
             return answer, kept_share, self._reference.predictions(compressed_cache)
-        # Make the predictions in a second request, because the first one's caches are unsuitable.
-        # Tokens fed to a sparse request's `cache` would read all entries. With a lookahead,
-        # `compressed_cache` has read tokens of this answer, which may differ from the full cache's
-        # answer.
+        # Make the predictions in a second request, because the first one's caches are unsuitable. Tokens fed to a
+        # sparse request's `cache` would read all entries. With a lookahead, `compressed_cache` has read tokens of this
+        # answer, which may differ from the full cache's answer.
         options.pop("prompt_progress_callback", None)
         return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
 

@@ -172,8 +172,8 @@ def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     """Return a contender's prompt cache after a prompt of `context` tokens.
 
-    Full-attention layers get random entries, because speed depends only on shapes. The caches of
-    other layers have read a few tokens.
+    Full-attention layers get random entries, because speed depends only on shapes. The caches of other layers have read
+    a few tokens.
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))

@@ -23,8 +23,8 @@ class Reference:
     Args:
         reading: the prompt, read into full caches.
         tokens: the tokens after the prompt.
-        n_fed: number of `tokens` to feed along with the prompt. The other tokens are judged: their
-            predictions are compared with the full cache's.
+        n_fed: number of `tokens` to feed along with the prompt. The other tokens are judged: their predictions are
+            compared with the full cache's.
 
     Attributes:
         prompt: prompt tokens, followed by the first `n_fed` of `tokens`.
@@ -59,9 +59,8 @@ class Reference:
     def predictions(self, cache: list) -> mx.array:
         """Feed a cache the tokens that it has not read, and return its predictions.
 
-        The result is log-probabilities `(m, vocab_size)` for the last `m` judged tokens. If the
-        cache has already read the prompt and `k` judged tokens, the first `k + 1` judged tokens
-        have no prediction.
+        The result is log-probabilities `(m, vocab_size)` for the last `m` judged tokens. If the cache has already read
+        the prompt and `k` judged tokens, the first `k + 1` judged tokens have no prediction.
         """
         model = self._reading.model
         # Don't feed the last token, because no token after it is predicted.
@@ -120,9 +119,8 @@ class Reference:
             logprobs: `(m, vocab_size)`.
 
         Returns:
-            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens
-            for which both caches predict the same token. Both values are scalar arrays, or None if
-            `m` is 0.
+            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens for which both
+            caches predict the same token. Both values are scalar arrays, or None if `m` is 0.
         """
         n_predicted = len(logprobs)
         if n_predicted == 0:
@@ -139,8 +137,8 @@ class Reference:
 def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     """Feed `n` known tokens to a cache, and return the logits after each of them, `(n, vocab_size)`.
 
-    The logits are the same as if the tokens were fed one by one. If each token chooses the entries
-    that it reads, each call feeds one token. Otherwise, calls are split only where a cache evicts.
+    The logits are the same as if the tokens were fed one by one. If each token chooses the entries that it reads, each
+    call feeds one token. Otherwise, calls are split only where a cache evicts.
     """
     layers = attention_layers(model, prompt_cache)
     tokens_choose = any(layer.layer_cache_in(prompt_cache).chooses for layer in layers)

@@ -122,8 +122,8 @@ def sparse_kernels_text() -> str:
 def fused_attention_text(model: Any) -> str:
     """Say whether MLX's fused attention kernel supports a model's head sizes for prompt chunks.
 
-    Without the fused kernel, all of a chunk's attention scores are in memory at the same time. If
-    the model can't be compressed, return the reason.
+    Without the fused kernel, all of a chunk's attention scores are in memory at the same time. If the model can't be
+    compressed, return the reason.
     """
     try:
         layers = attention_layers(model, make_prompt_cache(model))

@@ -237,8 +237,8 @@ def _compressed_cache(
 ) -> tuple[list, CompressionReport]:
     """Return the cache to predict the judged tokens from, and its compression report."""
     if isinstance(policy, Sparse):
-        # If there is a question, read all but its last token as a later turn. `predictions` feeds
-        # the last token to predict the first judged token.
+        # If there is a question, read all but its last token as a later turn. `predictions` feeds the last token to
+        # predict the first judged token.
         later_tokens = reference.prompt[len(reading.tokens) : -1]
         return read_sparsely(reading.model, policy, reading.tokens, later_tokens)
     if setting == KNOWN:
@@ -307,8 +307,8 @@ def _summary(
         reference = [others[i][key] for i in judged_pieces]
         return difference(scores, reference, documents)
 
-    # A difference is only meaningful if both methods judge the same tokens. Their lookaheads
-    # determine which tokens are judged.
+    # A difference is only meaningful if both methods judge the same tokens. Their lookaheads determine which tokens are
+    # judged.
     judges_same_tokens = all(
         record["judged"] == first_record["judged"]
         for record, first_record in zip(records, first_records)

@@ -159,8 +159,8 @@ def inspect_prompt(
 ) -> Inspection:
     """Answer a prompt greedily, like `generate`, and record which entries were kept and what the answer attended to.
 
-    Attention weights are computed separately, from the model's queries. This slows down every
-    token, so the speed is not representative.
+    Attention weights are computed separately, from the model's queries. This slows down every token, so the speed is
+    not representative.
 
     Args:
         model: an mlx-lm model.
@@ -168,8 +168,8 @@ def inspect_prompt(
         prompt: text or token ids. No chat template is applied.
         max_tokens: maximum number of tokens in the answer.
         snapkv: see `stream_generate`.
-        policy: see `stream_generate`; "auto" is not supported. Nothing is evicted without a policy,
-            or if the prompt is shorter than the policy's `min_ctx`.
+        policy: see `stream_generate`; "auto" is not supported. Nothing is evicted without a policy, or if the prompt is
+            shorter than the policy's `min_ctx`.
         **options: `prefill_step_size` and `prompt_progress_callback`; see `prefill`.
 
     Raises: SnapKVError: the prompt is empty, `max_tokens` is below 1, the policy is invalid, or the model is not
@@ -184,8 +184,8 @@ def inspect_prompt(
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:
-        # Without compression, the request runs on these caches. They store no queries, but pass
-        # them to the `on_queries` callback.
+        # Without compression, the request runs on these caches. They store no queries, but pass them to the
+        # `on_queries` callback.
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
     recorder = Recorder(layers, tokens.size, max_tokens)
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
@@ -267,8 +267,8 @@ def _make_inspection(
         is_special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         has_votes = bool(recorder.votes)
         sentences = rank_sentences(prompt_text, prompt_spans, is_special, counts, has_votes)
-    # The first answer tokens may share a character, and so a span, with the prompt's last token.
-    # Leave this character out, because it is in the prompt's text.
+    # The first answer tokens may share a character, and so a span, with the prompt's last token. Leave this character
+    # out, because it is in the prompt's text.
     answer_texts = [text[max(start, prompt_end) : stop] for start, stop in spans[n_prompt:]]
     return Inspection(
         policy=recorder.report.policy,

@@ -26,9 +26,8 @@ def difference(
         tasks: each question's task. By default, all questions share one task.
 
     Returns:
-        The `mean` difference, the bounds `low` and `high` of the 95% interval over `RESAMPLES`
-        resamples, and the numbers of questions with a higher (`better`) and a lower (`worse`)
-        score.
+        The `mean` difference, the bounds `low` and `high` of the 95% interval over `RESAMPLES` resamples, and the
+        numbers of questions with a higher (`better`) and a lower (`worse`) score.
     """
     changes = np.subtract(scores, reference, dtype=float)
     documents = np.array([repr(group) for group in groups])

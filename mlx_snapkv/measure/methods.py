@@ -19,9 +19,8 @@ class Method:
     """A way to answer a prompt: with a policy, with sparse attention, or from the full cache.
 
     Attributes:
-        policy: the setting, or None for the full cache. Sparse attention is measured with
-            `when="always"`. With "faster", the first tokens, or even all tokens, would be decoded
-            with full attention.
+        policy: the setting, or None for the full cache. Sparse attention is measured with `when="always"`. With
+            "faster", the first tokens, or even all tokens, would be decoded with full attention.
     """
 
     policy: Setting | None = None
@@ -50,8 +49,8 @@ class Method:
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
     """Check that every policy would compress a prompt of at least one of these lengths.
 
-    Raises: SnapKVError: a policy would not compress any prompt of these lengths, or a budget is too
-        small for sink and window.
+    Raises: SnapKVError: a policy would not compress any prompt of these lengths, or a budget is too small for sink and
+        window.
     """
     for method in methods:
         if method.policy is None:

@@ -38,9 +38,9 @@ ANSWER_CAPACITY = 256  # number of answer tokens to preallocate buffers for
 def shares_reading(setting: Setting | None) -> bool:
     """Return whether a policy can choose from full caches that it shares with other policies.
 
-    Also return True for the full cache (None). Some settings need a separate pass over the prompt:
-    block policies evict during prefill, h2o accumulates the attention of all queries, and with
-    sparse attention, each chunk chooses the entries that it reads.
+    Also return True for the full cache (None). Some settings need a separate pass over the prompt: block policies evict
+    during prefill, h2o accumulates the attention of all queries, and with sparse attention, each chunk chooses the
+    entries that it reads.
     """
     if setting is None:
         return True
@@ -85,8 +85,8 @@ class SharedKVCache(RecordingKVCache):
 class Reading:
     """A prompt read into full caches, with the queries that each policy needs. See `read_once`.
 
-    `compress` keeps the same entries as `prefill` and `generate_step`, no matter which other
-    policies share the reading.
+    `compress` keeps the same entries as `prefill` and `generate_step`, no matter which other policies share the
+    reading.
 
     Args:
         model: an mlx-lm model.
@@ -203,9 +203,9 @@ class Reading:
 
         Args:
             policy: one of the policies passed to `read_once`, or None for the full cache.
-            answering: if True, return the cache that `generate_step` decodes from after
-                compression. That cache has also read the first `max(1, lookahead)` answer tokens.
-                If nothing is compressed, `answering` has no effect.
+            answering: if True, return the cache that `generate_step` decodes from after compression. That cache has
+                also read the first `max(1, lookahead)` answer tokens. If nothing is compressed, `answering` has no
+                effect.
 
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
@@ -304,8 +304,8 @@ def read_sparsely(
         model: an mlx-lm model.
         sparse: sparse attention options.
         tokens: token ids of the prompt.
-        later_tokens: tokens to read after the prompt, as the next turn of a conversation. If there
-            are any, the report is about that turn.
+        later_tokens: tokens to read after the prompt, as the next turn of a conversation. If there are any, the report
+            is about that turn.
     """
     earlier_cache: list | None = None
     unread = tokens

@@ -18,9 +18,9 @@ class Attended:
     """The attention of the query that predicted each answer token, averaged over query heads.
 
     Attributes:
-        positions: int32 `(n_answer, n_layers + 1, n)`, positions of the prompt tokens with the most
-            attention, in descending order of attention. The last index of the second axis is the
-            mean over all layers. Unused elements are -1.
+        positions: int32 `(n_answer, n_layers + 1, n)`, positions of the prompt tokens with the most attention, in
+            descending order of attention. The last index of the second axis is the mean over all layers. Unused
+            elements are -1.
         weights: float32, same shape, share (0 to 1) of the attention that each token gets.
         own: float32 `(n_answer, n_layers + 1)`, share that earlier answer tokens get.
         n_before: number of answer tokens predicted before compression.
@@ -181,8 +181,8 @@ class Recorder:
     def counts(self, quota: Quota) -> np.ndarray:
         """Return the `counts` argument of `sentences.rank_sentences`, `(5, n_tokens)`.
 
-        A head always keeps the sink and the recent window, whose sizes are in `quota`. It chooses
-        among the entries in between.
+        A head always keeps the sink and the recent window, whose sizes are in `quota`. It chooses among the entries in
+        between.
         """
         n_tokens = self._n_prompt
         # 1 for tokens that a head can choose, 0 for tokens in the sink or the recent window.

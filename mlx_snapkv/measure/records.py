@@ -72,9 +72,8 @@ class Results:
         """Measure missing records, document by document, and return the records of all documents.
 
         Args:
-            documents: for each document, the keys of its records and a function to measure them.
-                The function takes the keys of the missing records and yields these records, whose
-                values can be scalar arrays.
+            documents: for each document, the keys of its records and a function to measure them. The function takes the
+                keys of the missing records and yields these records, whose values can be scalar arrays.
             on_document: called after each document.
         """
         all_keys: list[Record] = []

@@ -48,8 +48,8 @@ _ROLE = re.compile(r"\s*\w+\n")  # a role name, which chat templates write after
 def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]:
     """Decode tokens, and return the text and each token's span in the text.
 
-    Tokens that together form one character share its span. A token's leading space can depend on
-    the previous token, so tokens are decoded together with earlier tokens.
+    Tokens that together form one character share its span. A token's leading space can depend on the previous token, so
+    tokens are decoded together with earlier tokens.
     """
     pieces: list[str] = []
     spans: list[Span] = []
@@ -106,8 +106,8 @@ class Sentence:
     Attributes:
         start, stop: token range `[start, stop)` in the prompt.
         kept: share (0 to 1) of the sentence's entries that are kept, over all KV heads.
-        chosen: the same share, not counting entries in the sink and the recent window, which are
-            always kept. None if the sentence has no other entries.
+        chosen: the same share, not counting entries in the sink and the recent window, which are always kept. None if
+            the sentence has no other entries.
         votes: the sentence's share of the votes for all chosen entries. None if the policy has no votes.
     """
 
@@ -122,8 +122,7 @@ class Sentence:
 def sentences_of(text: str) -> Iterator[str]:
     """Yield a text's sentences with trailing white space.
 
-    List items, table rows and headings are separate sentences. Anything longer than `MAX_SENTENCE`
-    is split into lines.
+    List items, table rows and headings are separate sentences. Anything longer than `MAX_SENTENCE` is split into lines.
     """
     for sentence in _SENTENCE.findall(text):
         for piece in _MARKED_LINE.split(sentence):

@@ -47,8 +47,8 @@ def measure_speed(
         prompts: prompt lengths to measure prefill at, for the full cache and all policies.
         trials: number of times that each contender reads a prompt of each length.
         steps: number of tokens that each contender decodes per length.
-        on_start: called at the start of each phase with the phase's name, "decoding" or "reading",
-            and the number of lengths.
+        on_start: called at the start of each phase with the phase's name, "decoding" or "reading", and the number of
+            lengths.
         on_rows: called after each length, with all rows so far.
     """
     rows: dict[tuple[int, str], Row] = {}

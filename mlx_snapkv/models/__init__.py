@@ -16,8 +16,8 @@ class CacheOwner:
     Attributes:
         attention: the layer's attention module, or None if the layer's cache is never compressed.
         family: description of the attention class.
-        borrowers: attention modules that read this layer's entries. They belong to later layers or,
-            in a looped model, to later passes.
+        borrowers: attention modules that read this layer's entries. They belong to later layers or, in a looped model,
+            to later passes.
     """
 
     attention: Any

@@ -1,8 +1,7 @@
 """Query capture: track each thread's current attention call and record its queries.
 
-When an attention module is called with a recording cache, the call becomes the thread's current
-call until it returns. The wrappers in this file behave like the functions that they wrap, and also
-pass the queries to the current call.
+When an attention module is called with a recording cache, the call becomes the thread's current call until it returns.
+The wrappers in this file behave like the functions that they wrap, and also pass the queries to the current call.
 
 Multi-head latent attention (MLA) stores one latent per token, shared by all heads, and one positional key. The logit of
 a query head is `embed_q(q_nope) . latent + q_pe . k_pe`, so policies see `[latent, k_pe]` as the key and
@@ -48,8 +47,8 @@ class Call:
     def record(self, queries: mx.array, scale: float, sinks: Any, absorbed: bool) -> None:
         """Record the queries that the module passed to the attention function.
 
-        The recorder is registered as a lender while later layers still have to read its entries.
-        For `absorbed`, see `_with_positional_part`.
+        The recorder is registered as a lender while later layers still have to read its entries. For `absorbed`, see
+        `_with_positional_part`.
         """
         captured = CapturedQueries(queries, scale, sinks, from_borrower=self.borrowed)
         if self.family.latent:
@@ -76,8 +75,8 @@ class Call:
 
         Args:
             captured: queries that the module passed to the attention function.
-            absorbed: whether the module has applied `embed_q` to the queries. If not,
-                `to_key_space` of the returned queries applies `embed_q`.
+            absorbed: whether the module has applied `embed_q` to the queries. If not, `to_key_space` of the returned
+                queries applies `embed_q`.
         """
         q_pe = self._positional_queries()
         nope_size = self.attention.qk_nope_head_dim

@@ -1,7 +1,7 @@
 """Run one model on several Macs: detect how it is split, and share values from rank 0.
 
-mlx-lm splits the model into shards, one per rank, and MLX exchanges their results. All ranks
-therefore see the same logits. Each rank compresses the entries of its own heads or layers.
+mlx-lm splits the model into shards, one per rank, and MLX exchanges their results. All ranks therefore see the same
+logits. Each rank compresses the entries of its own heads or layers.
 """
 
 import functools

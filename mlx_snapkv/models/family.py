@@ -16,36 +16,32 @@ class AttentionFamily:
         module: name of the file in `mlx_lm.models` that defines the class.
         class_name: name of the class.
         scale: name of the attribute with the logit scale. None means `head_dim ** -0.5`.
-        sinks: name of the attribute with the attention sinks' logits, `(n_heads,)`, which take part
-            in the softmax. None means no sinks.
+        sinks: name of the attribute with the attention sinks' logits, `(n_heads,)`, which take part in the softmax.
+            None means no sinks.
         tiled: whether query head j reads KV head j % n_kv_heads instead of j // (n_heads // n_kv_heads).
-        rope: name of the attribute with the RoPE object, or a function that returns the RoPE object
-            of an attention module. The object is called as `rope(x, offset)`. None means no RoPE.
-        rope_switch: name of the attribute that is true if the layer applies RoPE. None means that
-            all layers apply RoPE.
-        rotary_tail: name of the attribute with the number of trailing head dimensions that RoPE
-            rotates. None means that RoPE rotates all of them.
+        rope: name of the attribute with the RoPE object, or a function that returns the RoPE object of an attention
+            module. The object is called as `rope(x, offset)`. None means no RoPE.
+        rope_switch: name of the attribute that is true if the layer applies RoPE. None means that all layers apply
+            RoPE.
+        rotary_tail: name of the attribute with the number of trailing head dimensions that RoPE rotates. None means
+            that RoPE rotates all of them.
         note: remark for the list of models.
-        why_refused: returns why the given attention modules can't be compressed, or None if they
-            can.
-        why_unquantizable: returns why the given attention modules can't read quantised entries, or
-            None if they can.
+        why_refused: returns why the given attention modules can't be compressed, or None if they can.
+        why_unquantizable: returns why the given attention modules can't read quantised entries, or None if they can.
         is_idle: returns True for a decoder layer whose cache is never compressed.
         latent: whether the module caches latents and positional keys (MLA); see `capture`.
-        query_factor: index of the call argument that multiplies the queries after RoPE. None means
-            that there is no such argument.
+        query_factor: index of the call argument that multiplies the queries after RoPE. None means that there is no
+            such argument.
         logit_cap: name of the attribute with the soft cap for the logits. None means no cap.
-        attention_function: name of mlx-lm's attention function if the module calls that function,
-            or "mx.fast" if the module calls MLX's. "" means that the module computes attention
-            itself, and that its first RoPE result is the queries.
-        extra_capture: "rope" or "split" if the first result of the module's RoPE or of `split` must
-            be recorded, too.
+        attention_function: name of mlx-lm's attention function if the module calls that function, or "mx.fast" if the
+            module calls MLX's. "" means that the module computes attention itself, and that its first RoPE result is
+            the queries.
+        extra_capture: "rope" or "split" if the first result of the module's RoPE or of `split` must be recorded, too.
         method: name of the method that is called with a cache.
         is_borrower: returns True for an attention module that reads an earlier layer's entries.
-        lender_key: returns a key for an attention module. A borrower reads the entries of the last
-            earlier layer with the same key.
-        extra_passes: number of additional passes of a looped model in which the module reads the
-            same entries again.
+        lender_key: returns a key for an attention module. A borrower reads the entries of the last earlier layer with
+            the same key.
+        extra_passes: number of additional passes of a looped model in which the module reads the same entries again.
     """
 
     module: str

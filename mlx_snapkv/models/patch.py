@@ -1,14 +1,13 @@
 """Patch attention classes so that their caches receive the queries.
 
-The patches hook into the call to mlx-lm's `scaled_dot_product_attention`, so no forward code is
-copied. While a class is patched, that function does two more things:
+The patches hook into the call to mlx-lm's `scaled_dot_product_attention`, so no forward code is copied. While a class
+is patched, that function does two more things:
 
-- If the module was called with a `Recorder` (entries/queries.py), the recorder receives the
-  queries, bit for bit as attention uses them. If the module passes only part of the queries, the
-  result of its RoPE or first split is recorded, too. A module that borrows entries may be called
-  without a cache. Its queries go to the recorder that lists the module as a borrower.
-- If the cache has an `attend` method, that method computes the attention (sparse/attending.py,
-  batch/caches.py).
+- If the module was called with a `Recorder` (entries/queries.py), the recorder receives the queries, bit for bit as
+  attention uses them. If the module passes only part of the queries, the result of its RoPE or first split is recorded,
+  too. A module that borrows entries may be called without a cache. Its queries go to the recorder that lists the module
+  as a borrower.
+- If the cache has an `attend` method, that method computes the attention (sparse/attending.py, batch/caches.py).
 
 With any other cache, a patched class behaves like the original.
 """
@@ -160,8 +159,7 @@ def _wrapped(target: _Target) -> Iterator[None]:
             replacement.n_users -= 1
             if replacement.n_users == 0:
                 del _replacements[key]
-                # If other code has wrapped our wrapper, leave both in place. Ours does nothing
-                # without our caches.
+                # If other code has wrapped our wrapper, leave both in place. Ours does nothing without our caches.
                 is_outermost_wrapper = vars(owner)[name] is replacement.wrapper
                 if is_outermost_wrapper:
                     setattr(owner, name, replacement.original)
@@ -188,9 +186,9 @@ def _classes_to_patch(model) -> list[type]:
 def patch_for_snapkv(model=None) -> None:
     """Patch a model's attention classes so that they can be used with recording caches.
 
-    Call this only if you call the model yourself: `generate_step` and `prefill` patch the classes
-    for you. If `model` is None, the classes of all supported families are patched. A second call
-    has no effect. With any other cache, a patched class behaves like the original.
+    Call this only if you call the model yourself: `generate_step` and `prefill` patch the classes for you. If `model`
+    is None, the classes of all supported families are patched. A second call has no effect. With any other cache, a
+    patched class behaves like the original.
     """
     with _lock:
         for cls in _classes_to_patch(model):

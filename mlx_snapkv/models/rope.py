@@ -17,8 +17,8 @@ class Probe:
     Attributes:
         signs: `(head_dim,)` float32, -1 for the first dimension of each rotated pair, otherwise 1.
         power: `(head_dim,)` float32, squared scale factor of each dimension.
-        partners: `(head_dim,)`, the index of the other dimension in each dimension's pair. A
-            dimension that is not rotated is its own partner.
+        partners: `(head_dim,)`, the index of the other dimension in each dimension's pair. A dimension that is not
+            rotated is its own partner.
     """
 
     signs: mx.array
@@ -29,9 +29,8 @@ class Probe:
 def undo_rope(rope: Rope | None, rotated: mx.array, offset: int) -> mx.array:
     """Undo RoPE: return the float32 `x` with `rope(x, offset) == rotated`.
 
-    A rotation is undone by the same rotation between two reflections. So calling the RoPE object is
-    enough, and its frequencies need not be known. The first call for each head size probes how the
-    object pairs and scales dimensions.
+    A rotation is undone by the same rotation between two reflections. So calling the RoPE object is enough, and its
+    frequencies need not be known. The first call for each head size probes how the object pairs and scales dimensions.
 
     Args:
         rope: the RoPE object. If None, `rotated` is only converted to float32.
@@ -54,9 +53,9 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     if rope is None:
         return mx.eye(head_dim)
     probe = _stored_probe(rope, head_dim)
-    # Two vectors determine the whole matrix: ones in the first dimension of each pair, and ones in
-    # the second. They are copied to all positions, because MLX's CUDA kernel would write all
-    # positions of a broadcast array to the same address.
+    # Two vectors determine the whole matrix: ones in the first dimension of each pair, and ones in the second. They are
+    # copied to all positions, because MLX's CUDA kernel would write all positions of a broadcast array to the same
+    # address.
     first_of_pairs = (probe.signs < 0).astype(mx.float32)
     two_vectors = mx.stack([first_of_pairs, 1 - first_of_pairs])[:, None, None]
     at_all_positions = mx.contiguous(mx.broadcast_to(two_vectors, (2, 1, n, head_dim)))

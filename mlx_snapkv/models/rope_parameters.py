@@ -1,9 +1,8 @@
 """Translate transformers 5's `rope_parameters` to the names that mlx-lm reads.
 
-Most model families in mlx-lm 0.32.2 read only `rope_theta` and `rope_scaling`. If both are missing,
-LLaMA silently falls back to a base of 10,000 and Qwen2 to 1,000,000, and both generate nonsense.
-Qwen3-Next fails. Delete this file and its tests once mlx-lm reads `rope_parameters` for every
-family, as it already does for Qwen3.
+Most model families in mlx-lm 0.32.2 read only `rope_theta` and `rope_scaling`. If both are missing, LLaMA silently
+falls back to a base of 10,000 and Qwen2 to 1,000,000, and both generate nonsense. Qwen3-Next fails. Delete this file
+and its tests once mlx-lm reads `rope_parameters` for every family, as it already does for Qwen3.
 """
 
 from __future__ import annotations
@@ -121,8 +120,8 @@ def _text_args_class(family: str, model_class: type, text_config: Any) -> Any:
 def _needs_other_names(family: str, field_names: Collection[str]) -> bool:
     """Return whether a family needs the RoPE parameters under other names.
 
-    A family does not need them if it has no RoPE, reads `rope_parameters`, or reads `rope_theta`
-    from another part of the configuration.
+    A family does not need them if it has no RoPE, reads `rope_parameters`, or reads `rope_theta` from another part of
+    the configuration.
     """
     attention_families = SUPPORTED.get(family, ())
     may_have_rope = not attention_families or any(
@@ -164,8 +163,8 @@ def _renamed_rope_parameters(
 def _is_needed(name: str, value: Any, family: str, field_names: Collection[str]) -> bool:
     """Return whether a family without a field for the parameter `name` would compute RoPE incorrectly."""
     if name == PARTIAL_FACTOR:
-        # A family with a rotary tail reads the tail's size from its configuration. The others have
-        # a hard-coded fraction, mostly 1.
+        # A family with a rotary tail reads the tail's size from its configuration. The others have a hard-coded
+        # fraction, mostly 1.
         return ROTARY_TAIL not in field_names and value != HARD_CODED_FACTORS.get(family, 1)
     return name == "rope_theta"
 

@@ -1,8 +1,8 @@
 """The mlx-lm 0.32 model types that can be compressed, and why the others can't.
 
-This is an allow-list, keyed by the model's file name in mlx-lm. Whether a type can be compressed
-safely depends on its whole forward pass, which builds masks and determines positions. That is why
-every type on the list has been reviewed and is run by the conformance test.
+This is an allow-list, keyed by the model's file name in mlx-lm. Whether a type can be compressed safely depends on its
+whole forward pass, which builds masks and determines positions. That is why every type on the list has been reviewed
+and is run by the conformance test.
 """
 
 from collections.abc import Callable
@@ -250,8 +250,7 @@ REFUSED: dict[str, str] = {
 def supported_types() -> list[tuple[str, str, str]]:
     """List the supported types.
 
-    Returns: `(name, aliases, note)` for each type. Aliases are other `model_type`s that mlx-lm maps
-        to the type.
+    Returns: `(name, aliases, note)` for each type. Aliases are other `model_type`s that mlx-lm maps to the type.
     """
     rows: list[tuple[str, str, str]] = []
     for name, families in SUPPORTED.items():

@@ -10,9 +10,8 @@ from ..errors import TrainedLengthWarning
 def trained_length(model) -> int | None:
     """Return the model's trained length in tokens: `max_position_embeddings`, possibly extended by RoPE scaling.
 
-    Return None if the model's arguments in mlx-lm don't include a length. A linear scaling factor
-    is ignored, because only some configurations have already multiplied the length by it, and there
-    is no way to tell which.
+    Return None if the model's arguments in mlx-lm don't include a length. A linear scaling factor is ignored, because
+    only some configurations have already multiplied the length by it, and there is no way to tell which.
     """
     model_config = getattr(model, "args", None)
     text_config = _value_in(model_config, "text_config")

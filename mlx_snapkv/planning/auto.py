@@ -50,11 +50,11 @@ CANDIDATES = {
     CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
-# A long prompt gets the full cache only if its peak memory, including the weights, is at most this
-# fraction of the usable memory. The rest is left to other programs.
+# A long prompt gets the full cache only if its peak memory, including the weights, is at most this fraction of the
+# usable memory. The rest is left to other programs.
 FULL_CACHE_SHARE = 0.75
-# Sparse attention is preferred to the full cache only if reading the prompt and generating
-# `MAX_TOKENS` answer tokens takes less than this fraction of the full cache's time.
+# Sparse attention is preferred to the full cache only if reading the prompt and generating `MAX_TOKENS` answer tokens
+# takes less than this fraction of the full cache's time.
 MAX_TIME_RATIO = 0.95
 
 
@@ -66,8 +66,8 @@ class AutoRequest:
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
         may_be_sparse: whether "auto" may choose sparse attention.
-        required_sparse: the sparse-attention setting that the user requires, or None. If it is set,
-            `may_be_sparse` has no effect.
+        required_sparse: the sparse-attention setting that the user requires, or None. If it is set, `may_be_sparse` has
+            no effect.
         kv_bits: bits per value of the kept entries; see `generate_step`.
         kv_memory: KV memory limit in bytes. None for no limit.
         speed: this machine's speed record for sparse attention with store="memory".
@@ -170,10 +170,9 @@ class _Candidate:
 def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
     """Recommend the best setting for the task that fits in `usable` bytes and the request's KV memory limit.
 
-    A short prompt gets the full cache if it fits. A longer prompt gets the full cache only if that
-    leaves enough memory for other programs. Even then, sparse attention is preferred if it is
-    allowed and known to be clearly faster on this machine. A model that can't be compressed always
-    gets the full cache.
+    A short prompt gets the full cache if it fits. A longer prompt gets the full cache only if that leaves enough memory
+    for other programs. Even then, sparse attention is preferred if it is allowed and known to be clearly faster on this
+    machine. A model that can't be compressed always gets the full cache.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -220,8 +219,7 @@ def _recommend_smallest(candidates: list[_Candidate], usable: int, kv_limit: int
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
     """Return the supported candidates, best first. Settings that would change nothing are omitted.
 
-    For short prompts, the full cache comes first. For models that can't be compressed, it is the
-    only candidate.
+    For short prompts, the full cache comes first. For models that can't be compressed, it is the only candidate.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -305,8 +303,8 @@ def resolve(
         kv_memory: KV memory limit in bytes, for "auto". None for no limit.
         store: restricts "auto" to sparse attention with this store.
 
-    Raises: SnapKVError: an option is invalid or conflicts with another, or the model supports none
-        of the candidates for "auto".
+    Raises: SnapKVError: an option is invalid or conflicts with another, or the model supports none of the candidates
+        for "auto".
     """
     if not asks_for_auto(snapkv, policy):
         methods: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
@@ -341,8 +339,8 @@ def resolve(
 def worth_comparing(n_prompt: int) -> list[str]:
     """Return two policies to compare with sparse attention.
 
-    The first evicts only after prefill, the second also during prefill. For prompts below about
-    22,000 tokens, the budgets are reduced so that most entries are evicted.
+    The first evicts only after prefill, the second also during prefill. For prompts below about 22,000 tokens, the
+    budgets are reduced so that most entries are evicted.
     """
     top_k = 4096
     # SnapKV keeps about 4/3 * top_k entries. They should be at most a quarter of the prompt.

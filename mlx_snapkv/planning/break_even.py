@@ -14,8 +14,7 @@ class BreakEven(NamedTuple):
     """The shortest of `LENGTHS` at which sparse attention is faster.
 
     Attributes:
-        basis: MEASURED if the length comes from requests, ESTIMATED if it comes from timing a
-            layer, or UNKNOWN.
+        basis: MEASURED if the length comes from requests, ESTIMATED if it comes from timing a layer, or UNKNOWN.
         tokens: the length in tokens. None if it is unknown, or if sparse attention is faster at none of `LENGTHS`.
     """
 

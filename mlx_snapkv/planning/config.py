@@ -37,8 +37,7 @@ class CompressionConfig:
         turns: whether to compress prompt caches that already contain tokens, as in a conversation.
         max_kv_size: mlx-lm's `max_kv_size`, the size of a rotating cache. None if it is not set.
         has_draft_model: whether mlx-lm's `draft_model` is set.
-        is_text: whether the prompt is a text that is only read now. Questions about it follow
-            later.
+        is_text: whether the prompt is a text that is only read now. Questions about it follow later.
 
     Raises: SnapKVError: an mlx-lm option conflicts with sparse attention.
     """
@@ -193,8 +192,8 @@ class CompressionConfig:
 def _require_sparse_support(model) -> None:
     """Check that the model supports sparse attention.
 
-    The model does not support it if an attention class rules it out, or if every layer lends its
-    entries to other layers.
+    The model does not support it if an attention class rules it out, or if every layer lends its entries to other
+    layers.
 
     Raises: UnsupportedModelError.
     """

@@ -66,8 +66,8 @@ def file_cost(
 ) -> FileCost | None:
     """Predict the disk space that reading `n_new` tokens takes.
 
-    Disks whose free space can't be determined are omitted. Return None if no disk remains, or if no
-    entries are written to files.
+    Disks whose free space can't be determined are omitted. Return None if no disk remains, or if no entries are written
+    to files.
 
     Args:
         model: an mlx-lm model. Its weights need not be loaded.

@@ -18,9 +18,8 @@ from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
 from .scores import scores_limit
 
-# Safety factor for activations and copies. MLX starts computing a layer before the previous layer's
-# arrays are freed. The estimate also leaves out norms, logits, votes, and freed buffers that can't
-# be reused.
+# Safety factor for activations and copies. MLX starts computing a layer before the previous layer's arrays are freed.
+# The estimate also leaves out norms, logits, votes, and freed buffers that can't be reused.
 MARGIN = 2.5
 
 
@@ -105,8 +104,8 @@ class Footprint:
         n_full_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         other_bytes_at_end = n_full_rows * sizes.incompressible_bytes
         other_bytes_at_end += sizes.window_and_state_bytes(n_full_rows, self.step_size)
-        # Decoding a token may copy the entries of one layer. A layer that can't be compressed has
-        # entries for the whole prompt.
+        # Decoding a token may copy the entries of one layer. A layer that can't be compressed has entries for the whole
+        # prompt.
         n_copied = n_prompt if sizes.incompressible_bytes else n_kept
         return Need(
             extra_in_prefill=max(0, prefill_peak_bytes - cache_bytes_at_end),
@@ -172,8 +171,7 @@ class Footprint:
             shape.chunk_bytes(chunk_size, max_visible, max_score_bytes, margin=MARGIN)
             for shape in sizes.shapes
         )
-        # To accumulate attention, logits are computed in steps that take at most about this much
-        # memory.
+        # To accumulate attention, logits are computed in steps that take at most about this much memory.
         logit_bytes = ONE_PASS_BYTES if plan.accumulates_attention else 0
         return layer_bytes + int(MARGIN * (copied_bytes + page_mean_bytes)) + logit_bytes
 
@@ -218,9 +216,8 @@ class Footprint:
     def n_indexed_in_memory(self, n_tokens: int) -> int:
         """Return an upper bound on how many of `n_tokens` tokens have index and means in memory.
 
-        If entries are in files, only the first `ENTRIES_IN_MEMORY` tokens keep their index and
-        means in memory. The index and means of later tokens move to a file, `ENTRIES_MOVED` tokens
-        at a time.
+        If entries are in files, only the first `ENTRIES_IN_MEMORY` tokens keep their index and means in memory. The
+        index and means of later tokens move to a file, `ENTRIES_MOVED` tokens at a time.
         """
         if not in_files(self.config.store):
             return n_tokens
@@ -237,8 +234,8 @@ class Footprint:
             store_bytes = plan.n_prompt * self.sizes.memory_bytes(self.config.store)
             if self.config.store == "memory":
                 return store_bytes
-            # Entries stay in the caches until a chunk first chooses entries. From then on, each
-            # chunk moves the earlier entries to the store.
+            # Entries stay in the caches until a chunk first chooses entries. From then on, each chunk moves the earlier
+            # entries to the store.
             return store_bytes + reading.n_before_choice * sum(self.sizes.bytes_by_layer())
         # Caches that evict during prefill are quantised from the start, others only at compression.
         is_quantised = self.config.evicts_in_blocks

@@ -17,8 +17,8 @@ N_FRACTIONS = 16  # lengths are tried in steps of 1/N_FRACTIONS of the requested
 def machine_kv_limit(footprint: Footprint) -> int:
     """Return how many bytes of this machine's memory are left for KV entries.
 
-    That is the memory for models, minus MLX's buffer cache, the weights, and the memory for reading
-    a chunk of the longest prompt.
+    That is the memory for models, minus MLX's buffer cache, the weights, and the memory for reading a chunk of the
+    longest prompt.
 
     Args:
         footprint: estimates the memory of requests.

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# On Macs with at most this many bytes of memory, the GPU may use two thirds of it. On larger Macs,
-# it may use three quarters.
+# On Macs with at most this many bytes of memory, the GPU may use two thirds of it. On larger Macs, it may use three
+# quarters.
 _SMALL_MEMORY = 36 << 30
 _MEMINFO = Path("/proc/meminfo")  # Linux
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
@@ -39,9 +39,9 @@ class Machine(NamedTuple):
 def this_machine() -> Machine:
     """Return this machine's memory.
 
-    With Metal, the usable memory is the GPU's recommended maximum. Without Metal, it is the
-    available memory plus the memory that MLX already uses, but at most a container's limit. If the
-    available memory is unknown, all memory counts as usable.
+    With Metal, the usable memory is the GPU's recommended maximum. Without Metal, it is the available memory plus the
+    memory that MLX already uses, but at most a container's limit. If the available memory is unknown, all memory counts
+    as usable.
     """
     if mx.metal.is_available():
         info = mx.device_info()

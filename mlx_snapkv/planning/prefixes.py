@@ -27,8 +27,8 @@ class PrefixCacheSize:
     Attributes:
         limit: total size in bytes.
         context: length of the longest prompt in tokens.
-        prompt_bytes: number of bytes that the longest prompt takes in the cache. 0 if the setting
-            does not support prompts of this length.
+        prompt_bytes: number of bytes that the longest prompt takes in the cache. 0 if the setting does not support
+            prompts of this length.
     """
 
     limit: int
@@ -63,17 +63,17 @@ def prefix_cache_size(
 ) -> PrefixCacheSize:
     """Return the size of the prefix cache.
 
-    By default, the cache has room for at least one prompt of the maximum length, but takes at most
-    half of the memory that the weights leave free. Requests need the other half. If entries are in
-    files, the default is at most half of the free disk space instead.
+    By default, the cache has room for at least one prompt of the maximum length, but takes at most half of the memory
+    that the weights leave free. Requests need the other half. If entries are in files, the default is at most half of
+    the free disk space instead.
 
     Args:
         model: the served model.
         options: keyword arguments of `CompressedBatchGenerator`.
         machine: the machine to serve on.
         user_limit: size in bytes set by the user. None for the default.
-        max_kv_bytes: KV memory limit in bytes set by the user. A prefix cache in memory must not
-            exceed it. None or 0 for no limit.
+        max_kv_bytes: KV memory limit in bytes set by the user. A prefix cache in memory must not exceed it. None or 0
+            for no limit.
         max_context: maximum prompt length in tokens set by the user. None for no limit.
     """
     config, _ = CompressionConfig.from_keywords(options)

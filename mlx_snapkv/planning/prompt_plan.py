@@ -53,8 +53,8 @@ def reason_to_leave(
         setting: policies or sparse attention.
         n_prompt: prompt length in tokens.
         prompt_cache: the caches that the prompt continues from, or None for new ones.
-        max_tokens: maximum answer length in tokens, or -1 for no limit. It only matters for
-            policies that also evict during the answer (schedule="block").
+        max_tokens: maximum answer length in tokens, or -1 for no limit. It only matters for policies that also evict
+            during the answer (schedule="block").
 
     Raises: SnapKVError: the prompt is empty.
     """
@@ -126,12 +126,11 @@ def policy_chunk_size(
 
     With schedule="block", the size is `step_size`, capped at the policy's `block`.
 
-    With schedule="once", the size is the policy's `prefill_chunk` or, by default, `step_size`
-    capped at `largest_chunk()`. If queries vote, the size is adjusted so that the voting queries
-    are in a short last chunk. If the last chunk were long, all of its queries would stay in memory
-    until the voting queries had been copied, and prefill would need more memory than in mlx-lm. A
-    prompt that fits in one chunk is not split. Chunks whose scores would take too much memory are
-    later split into pieces; see `engine/pieces.py`.
+    With schedule="once", the size is the policy's `prefill_chunk` or, by default, `step_size` capped at
+    `largest_chunk()`. If queries vote, the size is adjusted so that the voting queries are in a short last chunk. If
+    the last chunk were long, all of its queries would stay in memory until the voting queries had been copied, and
+    prefill would need more memory than in mlx-lm. A prompt that fits in one chunk is not split. Chunks whose scores
+    would take too much memory are later split into pieces; see `engine/pieces.py`.
 
     Args:
         compress: the policies for prompt and answer.
@@ -157,8 +156,8 @@ def max_chunk_size(step_size: int | None) -> int:
 def align_chunks_to_voters(max_size: int, n_new: int, n_before_voters: int) -> int:
     """Return a chunk size for which the last chunk has few tokens before the voting queries.
 
-    If `max_size` is a large multiple of `MULTIPLE`, the result is a multiple of `MULTIPLE`, too.
-    Otherwise, the tokens before the voting queries are divided into equal chunks.
+    If `max_size` is a large multiple of `MULTIPLE`, the result is a multiple of `MULTIPLE`, too. Otherwise, the tokens
+    before the voting queries are divided into equal chunks.
 
     Args:
         max_size: maximum number of tokens per chunk.

@@ -1,8 +1,8 @@
 """Limits the memory of attention scores by reading fewer tokens at once.
 
-MLX's fused attention, which never stores the scores, is only available on a GPU and for some head
-sizes (`is_fused`). Otherwise, MLX stores one score per query-entry pair and head. With 16 heads,
-the scores of 2,048 tokens that follow 131,072 others take 8.7 GB in half precision.
+MLX's fused attention, which never stores the scores, is only available on a GPU and for some head sizes (`is_fused`).
+Otherwise, MLX stores one score per query-entry pair and head. With 16 heads, the scores of 2,048 tokens that follow
+131,072 others take 8.7 GB in half precision.
 """
 
 import math
@@ -45,9 +45,8 @@ def scores_limit() -> int:
 def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
     """Return how many tokens to read at once so that a layer's scores take at most `limit` bytes.
 
-    The tokens attend to `n_before` entries and to each other, so n tokens have n * (n_before + n)
-    query-entry pairs. The result is a positive multiple of `MIN_TOKENS_AT_ONCE`, even if the limit
-    is too small for that.
+    The tokens attend to `n_before` entries and to each other, so n tokens have n * (n_before + n) query-entry pairs.
+    The result is a positive multiple of `MIN_TOKENS_AT_ONCE`, even if the limit is too small for that.
 
     Args:
         n_before: number of entries before the tokens.

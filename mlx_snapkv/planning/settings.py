@@ -36,8 +36,7 @@ def resolve_setting(
 ) -> Setting | None:
     """Resolve the `snapkv`, `policy` and `sparse` arguments of `generate_step` to a setting, or None.
 
-    Raises: SnapKVError: more than one is set, a value is invalid, or "auto" is requested; see
-        `resolve_compress`.
+    Raises: SnapKVError: more than one is set, a value is invalid, or "auto" is requested; see `resolve_compress`.
     """
     sparse_setting = Sparse.from_keyword(sparse)
     if isinstance(policy, Sparse):  # a setting that is already resolved
@@ -67,11 +66,10 @@ def resolve_compress(
 
     Args:
         snapkv: a `SnapKV`, a dict of its options, or a string such as `"top_k=4096,n_sink=128"`.
-        policy: a policy object, a `Compress`, a string such as `"keydiff:budget=8192"`, or two such strings joined by
-            " then ".
+        policy: a policy object, a `Compress`, a string such as `"keydiff:budget=8192"`, or two such strings joined by "
+            then ".
 
-    Raises: SnapKVError: both are set, a value is invalid, or "auto" is requested, which the caller
-        must resolve first.
+    Raises: SnapKVError: both are set, a value is invalid, or "auto" is requested, which the caller must resolve first.
     """
     if asks_for_auto(snapkv, policy):
         raise SnapKVError(

@@ -42,8 +42,7 @@ class LayerShape:
 
         Args:
             chunk_size: chunk length in tokens.
-            n_visible: number of entries that the chunk's last token can see, including the chunk's
-                entries.
+            n_visible: number of entries that the chunk's last token can see, including the chunk's entries.
             max_score_bytes: size limit for the scores. Chunks with larger scores are read in pieces. None for no limit.
             margin: safety factor for everything except the scores, whose size is known exactly.
         """
@@ -69,8 +68,8 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
     windows_by_layer = [_max_visible(cache) for cache in caches]
     key_sizes_by_layer = [_key_size(cache) for cache in caches]
     if len(caches) != len(layers):
-        # Some layers have several caches or none, so caches can't be matched to layers. Assume the
-        # largest window and key size for all layers.
+        # Some layers have several caches or none, so caches can't be matched to layers. Assume the largest window and
+        # key size for all layers.
         windows_by_layer = [max(windows_by_layer)] * len(layers)
         key_sizes_by_layer = [max(key_sizes_by_layer)] * len(layers)
     float32_bytes = 4
@@ -165,9 +164,9 @@ def score_bytes(
 ) -> int:
     """Return the score bytes per (query, entry) pair for all heads, with `bytes_per_number` bytes per score.
 
-    A fused kernel stores no scores. Most MLA modules compute the scores of the positional parts
-    separately and store them, even with a fused kernel. Some families join the positional parts to
-    the other parts and have no separate scores.
+    A fused kernel stores no scores. Most MLA modules compute the scores of the positional parts separately and store
+    them, even with a fused kernel. Some families join the positional parts to the other parts and have no separate
+    scores.
     """
     is_mla = hasattr(attention, "embed_q")
     joins_positional_part = family is not None and family.query_factor is not None
@@ -193,8 +192,8 @@ def _n_projected_numbers(modules: list[Any]) -> int:
         weight = module.get("weight")
         if weight is None or weight.ndim < 2 or "Embedding" in class_name:
             continue
-        # Weights are (outputs, inputs). In mlx-lm's Switch classes, an axis of experts comes first.
-        # Convolutions compute one number per channel, and their first axis is the channels.
+        # Weights are (outputs, inputs). In mlx-lm's Switch classes, an axis of experts comes first. Convolutions
+        # compute one number per channel, and their first axis is the channels.
         n_outputs = weight.shape[0] if "Conv" in class_name else weight.shape[-2]
         n_numbers += n_outputs * (n_experts if "Switch" in class_name else 1)
     return n_numbers

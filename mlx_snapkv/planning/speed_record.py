@@ -64,10 +64,9 @@ class Measurement(NamedTuple):
 class Line(NamedTuple):
     """A line `seconds = a + b * length` fitted to measurements.
 
-    The line is stored as weighted sums, where x is the length and y is the time in seconds.
-    Predicted times are never negative and never decrease with length. If all measured lengths are
-    about equal, the slope is unknown. An unknown slope is assumed to be between 0 and the slope of
-    the line from the origin through the mean of the measurements.
+    The line is stored as weighted sums, where x is the length and y is the time in seconds. Predicted times are never
+    negative and never decrease with length. If all measured lengths are about equal, the slope is unknown. An unknown
+    slope is assumed to be between 0 and the slope of the line from the origin through the mean of the measurements.
     """
 
     weight: float = 0.0
@@ -169,8 +168,8 @@ class Speed:
     def tokens_to_repay_setup(self, n_prompt: int) -> float:
         """Return how many answer tokens it takes to make up for building the index and the means.
 
-        Return 0 if measurements are missing, and infinity if sparse attention is not faster. If a
-        slope is unknown, assume the best case for sparse attention.
+        Return 0 if measurements are missing, and infinity if sparse attention is not faster. If a slope is unknown,
+        assume the best case for sparse attention.
         """
         lines = self.lines
         if not {DECODE_SPARSE, DECODE_FULL, SETUP} <= lines.keys():

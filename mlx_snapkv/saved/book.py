@@ -1,9 +1,8 @@
 """Books: saved prompts that keep their entries in separate files.
 
-The entry files are in a folder next to the prompt's file. Each layer has a file of keys and a file
-of values. A layer with an index also has a file of codes. The prompt's file contains the folder's
-name, and a checksum for every piece of the entry files. Keys and values are read and verified only
-when they are used.
+The entry files are in a folder next to the prompt's file. Each layer has a file of keys and a file of values. A layer
+with an index also has a file of codes. The prompt's file contains the folder's name, and a checksum for every piece of
+the entry files. Keys and values are read and verified only when they are used.
 """
 
 import base64
@@ -72,8 +71,8 @@ def write_book(
 def named_folder(target: Path) -> Path | None:
     """Return the folder with a book's entries.
 
-    Return None if `target` is not a book. Also return None if `target` was renamed or copied,
-    because the folder may then belong to the original.
+    Return None if `target` is not a book. Also return None if `target` was renamed or copied, because the folder may
+    then belong to the original.
     """
     try:
         name = json.loads(sealed.read_metadata(target)[BOOK_KEY])["folder"]

@@ -74,8 +74,8 @@ def save(
 ) -> None:
     """Save a prompt cache to a file atomically.
 
-    If the cache's entries are in files, the cache is saved as a book, with the entries in a folder
-    next to the file. To move a book, move the file and the folder.
+    If the cache's entries are in files, the cache is saved as a book, with the entries in a folder next to the file. To
+    move a book, move the file and the folder.
 
     Args:
         path: a `.safetensors` file. A file that `save` wrote is replaced. Any other existing file is an error.
@@ -87,8 +87,8 @@ def save(
         progress: for a book, called with the number of bytes written and the total.
         model_fingerprint: the model's `fingerprint`, if it is already known.
 
-    Raises: SnapKVError: the file can't be written, it exists and `save` did not write it, the cache
-        does not hold `len(tokens)` tokens, or several Macs share the model.
+    Raises: SnapKVError: the file can't be written, it exists and `save` did not write it, the cache does not hold
+        `len(tokens)` tokens, or several Macs share the model.
     """
     require_on_one_mac(model, "prompt caches can't be saved")
     path = require_writable(path)
@@ -234,9 +234,8 @@ def _safetensors_path(path: str | Path) -> Path:
 def fingerprint(model) -> str:
     """Hash a model's class and configuration, and each parameter's name, shape, dtype and a sample of its values.
 
-    At most `SAMPLES` evenly spaced values per parameter are hashed, so that large models take no
-    longer. Training is detected, because it changes all values. A change to a few weights can go
-    unnoticed.
+    At most `SAMPLES` evenly spaced values per parameter are hashed, so that large models take no longer. Training is
+    detected, because it changes all values. A change to a few weights can go unnoticed.
     """
     parameters = sorted(dict(tree_flatten(model.parameters())).items())
     samples = []

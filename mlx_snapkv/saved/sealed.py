@@ -96,8 +96,7 @@ def has_valid_checksum(path: Path) -> bool:
 def _read_header(file: BinaryIO) -> bytes:
     """Read the header. Its first 8 bytes are the length of the rest.
 
-    If that length exceeds the file size, the file is damaged or of another kind. In that case,
-    return only the 8 bytes.
+    If that length exceeds the file size, the file is damaged or of another kind. In that case, return only the 8 bytes.
     """
     length_bytes = file.read(8)
     length = int.from_bytes(length_bytes, "little")

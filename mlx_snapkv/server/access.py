@@ -200,8 +200,7 @@ def _page_not_allowed(origin: str) -> ApiError:
 def _normalize_request(scope: Scope) -> Scope:
     """Return the scope with a path that the routes recognise, and with GET instead of HEAD.
 
-    API paths get exactly one `/v1`, so clients can use a base URL with or without it. Trailing
-    slashes are removed.
+    API paths get exactly one `/v1`, so clients can use a base URL with or without it. Trailing slashes are removed.
     """
     path = re.sub("^https?://[^/]*", "", scope["path"])  # clients using a proxy send the whole URL
     path = re.sub("/{2,}", "/", path)

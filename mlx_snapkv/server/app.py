@@ -106,8 +106,8 @@ class _Server(uvicorn.Server):
         # Don't wait yet. Stopping the engine fails open requests, and uvicorn then waits for their responses.
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # After SIGTERM, the process exits when this method returns, so wait until the engine has
-        # told the other ranks to stop.
+        # After SIGTERM, the process exits when this method returns, so wait until the engine has told the other ranks
+        # to stop.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 

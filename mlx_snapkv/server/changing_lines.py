@@ -76,8 +76,8 @@ class ChangingLines:
 def _first_changed_line(old_lines: list[str], new_lines: list[str]) -> int | None:
     """Return the index of the first line that differs, or None if the difference is not worth a warning.
 
-    A warning is worthwhile if both prompts have the same number of lines, only a few lines differ, and a lot of
-    text follows the first change.
+    A warning is worthwhile if both prompts have the same number of lines, only a few lines differ, and a lot of text
+    follows the first change.
     """
     if len(old_lines) != len(new_lines):
         return None

@@ -26,8 +26,8 @@ class Checkpoints:
     if entries are evicted only after prefill, the full caches are stored after prefill. Caches that are never
     compressed are stored after the answer.
 
-    Some full caches can't be trimmed to the tokens that a later prompt shares. Copies of these
-    caches are stored at checkpoints during prefill instead.
+    Some full caches can't be trimmed to the tokens that a later prompt shares. Copies of these caches are stored at
+    checkpoints during prefill instead.
 
     Args:
         loaded: the served model and its prefix cache.
@@ -52,10 +52,9 @@ class Checkpoints:
         can_trim = model_can_trim and not accumulates_attention
         # Caches that can't be trimmed can't provide a shorter prefix, so copy them during prefill.
         self._needs_checkpoints = self._keeps_all_entries and not can_trim
-        # Number of tokens at the end of each prompt that never come from the prefix cache. The
-        # model has to read at least one token. Unless entries are evicted during prefill, it also
-        # has to read all tokens whose queries vote, because queries are recorded while tokens are
-        # read.
+        # Number of tokens at the end of each prompt that never come from the prefix cache. The model has to read at
+        # least one token. Unless entries are evicted during prefill, it also has to read all tokens whose queries vote,
+        # because queries are recorded while tokens are read.
         self._n_unshared = 1
         if sparse is not None:
             self._n_unshared = N_VOTERS
@@ -129,8 +128,8 @@ class Checkpoints:
     def _set_stored(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Record what a request has stored.
 
-        Keep a reference to the caches only if they will be written to a file. Any reference keeps the caches in
-        memory, even after the prefix cache has evicted them.
+        Keep a reference to the caches only if they will be written to a file. Any reference keeps the caches in memory,
+        even after the prefix cache has evicted them.
         """
         caches_to_write = [] if self._prefixes.files is None else caches
         request.stored_prefix = StoredPrefix(tokens, caches_to_write)

@@ -58,8 +58,8 @@ async def respond(
         first_chunks += [text.encode() for text in formatter.handle(index, event)]
         if isinstance(event, Accepted):
             n_accepted += 1
-        # Once the stream has started, an error can't have its own HTTP status. So start it only when all requests
-        # have started, or when all are accepted but some have to wait.
+        # Once the stream has started, an error can't have its own HTTP status. So start it only when all requests have
+        # started, or when all are accepted but some have to wait.
         all_started = len(formatter.started) == n_answers
         some_wait = event is None and n_accepted == n_answers
         if stream and (all_started or some_wait):

@@ -165,9 +165,8 @@ class BlockFormatter(ResponseFormatter):
     ) -> Iterator[str]:
         """Add text to the open block, or to a new one if the open block is of a different kind.
 
-        A new block is sent once it has a visible character, together with the whitespace before
-        that character. Blocks of whitespace are dropped, except a text block at the end of an
-        answer that is only whitespace.
+        A new block is sent once it has a visible character, together with the whitespace before that character. Blocks
+        of whitespace are dropped, except a text block at the end of an answer that is only whitespace.
         """
         if not text:
             return

@@ -203,8 +203,8 @@ class ServedBatch:
     def _fail_or_restart(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
         """Send the error to the client, or return the request if it can be restarted.
 
-        A damaged cached prefix is dropped. The request is then restarted without the prefix, unless
-        its answer has already begun.
+        A damaged cached prefix is dropped. The request is then restarted without the prefix, unless its answer has
+        already begun.
         """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)

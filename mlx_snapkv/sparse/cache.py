@@ -24,9 +24,9 @@ MAX_RECENT = 512
 class SparseKVCache(AttendingCache):
     """One layer's cache while an answer is decoded with sparse attention.
 
-    Each token reads the entries that its queries rank highest, the sink, the window, the answer's
-    newest entries and, if there is a residual, the cluster means. It chooses among the prompt's
-    entries and the answer's older entries; see `TokenRanking`.
+    Each token reads the entries that its queries rank highest, the sink, the window, the answer's newest entries and,
+    if there is a residual, the cluster means. It chooses among the prompt's entries and the answer's older entries; see
+    `TokenRanking`.
     """
 
     is_compressed = True

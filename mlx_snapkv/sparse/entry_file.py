@@ -29,8 +29,8 @@ class Layout:
     """The layout of a file, in which each token has one row per KV head."""
 
     heads: tuple[int, ...]  # (B, n_kv_heads)
-    # Dtype and width of each part of a row. A plain row has one part. A quantised row has several,
-    # such as codes and scales.
+    # Dtype and width of each part of a row. A plain row has one part. A quantised row has several, such as codes and
+    # scales.
     parts: tuple[tuple[mx.Dtype, int], ...]
 
     @classmethod

@@ -155,10 +155,9 @@ class GrowingRows:
     def read_at_least(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)` for a matrix product. Further rows may follow them in the result.
 
-        MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and may copy the slice on
-        other backends. Therefore, if the rows are the first 7/8 or more of an array, the whole
-        array is returned. Otherwise, the rows are copied. They must be in a single array; see
-        `spans`.
+        MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and may copy the slice on other backends.
+        Therefore, if the rows are the first 7/8 or more of an array, the whole array is returned. Otherwise, the rows
+        are copied. They must be in a single array; see `spans`.
         """
         stored, first_row, stop_row = self._locate(start, stop)
         covers_most_rows = first_row == 0 and stop_row >= 7 / 8 * count_rows(stored)

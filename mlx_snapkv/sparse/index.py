@@ -44,8 +44,8 @@ class KeyIndex:
     """Codes of a layer's keys, in order of position.
 
     Args:
-        keys: sample of keys that the components are computed from, `(B, n_kv_heads, n, head_dim)`. The sample itself
-            is not indexed.
+        keys: sample of keys that the components are computed from, `(B, n_kv_heads, n, head_dim)`. The sample itself is
+            not indexed.
         queries: sample of queries that sets the channel weights, `(B, n_heads, m, head_dim)`, with the heads of a GQA
             group adjacent. None weighs all channels equally.
         make_spill: creates a file for codes that don't stay in memory; see `GrowingRows`.
@@ -145,8 +145,8 @@ class KeyIndex:
         """Score the first `n` keys by how close their logits come to a query's largest logit.
 
         A key's score is its logit minus the query's largest logit, in nats, maximised over the queries and over the
-        heads of the GQA group. The order is almost the same as with a softmax, but no exponentials are needed. There
-        is no causal mask: every query sees all `n` keys.
+        heads of the GQA group. The order is almost the same as with a softmax, but no exponentials are needed. There is
+        no causal mask: every query sees all `n` keys.
 
         Returns: `(B, n_kv_heads, n)` float32, at most 0. Higher is better.
         """

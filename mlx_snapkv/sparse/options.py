@@ -24,22 +24,22 @@ CHUNK_SIZE = 512  # prompt tokens per chunk; all of a chunk's tokens read the sa
 CHUNK_WINDOW = 256  # a chunk always reads this many tokens before it
 # A prompt's last tokens read more entries, because they usually contain the question.
 LAST_TOKENS = 512
-# If `when` is "faster", at least this many answer tokens are fed to the full caches. One more token
-# is decoded from all entries, because the prompt yields the first one.
+# If `when` is "faster", at least this many answer tokens are fed to the full caches. One more token is decoded from all
+# entries, because the prompt yields the first one.
 FIRST_TOKENS = 16
 LAST_CHOSEN = 16384  # minimum number of entries that the prompt's last tokens choose
 # If entries are in files, the last tokens choose at most 4 times as many entries as other chunks. This limits how much
 # is read from the files.
 LAST_FACTOR_IN_FILES = 4
-# Chunks choose whole pages of neighbouring entries. In a needle test of 4,096 tokens (SmolLM2-135M), pages of 16 gave
-# a KL divergence from the full cache of 0.0046, compared with 0.0123 for pages of 8 and 0.0064 for pages of 32.
+# Chunks choose whole pages of neighbouring entries. In a needle test of 4,096 tokens (SmolLM2-135M), pages of 16 gave a
+# KL divergence from the full cache of 0.0046, compared with 0.0123 for pages of 8 and 0.0064 for pages of 32.
 PAGE_SIZE = 16
 # An answer token reads 1/16 of the prompt's entries by default, with a minimum of 1,024.
 BUDGET_SHARE = 16
 MIN_BUDGET = 1024
-# Default number of entries that a chunk chooses: the largest of 1,024, 1/32 of the prompt, and the number of
-# entries whose attention costs a quarter as much as the model's other matrix products. Choosing more takes longer and
-# loses less accuracy (measured by scripts/measure_sparse.py).
+# Default number of entries that a chunk chooses: the largest of 1,024, 1/32 of the prompt, and the number of entries
+# whose attention costs a quarter as much as the model's other matrix products. Choosing more takes longer and loses
+# less accuracy (measured by scripts/measure_sparse.py).
 READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
@@ -111,8 +111,8 @@ class Sparse(Hyperparameters):
             On several Macs, or if entries are in files or stored in 8 or 4 bits, chunks and tokens always choose. A
             batch does not measure speed, but uses the times that earlier requests recorded on this machine.
         store: where to keep all entries: in memory ("memory", or "8bit" or "4bit" to quantise them), or in a "file".
-        store_dir: folder for the files, TMPDIR by default. If the options are written as a string,
-            the folder is left out, because it does not affect the entries.
+        store_dir: folder for the files, TMPDIR by default. If the options are written as a string, the folder is left
+            out, because it does not affect the entries.
     """
 
     name = "sparse"

@@ -47,8 +47,7 @@ class Residual(NamedTuple):
 
     Attributes:
         clusters: clusters of all entries.
-        choosable: number of each cluster's entries that tokens choose among,
-            `(B, n_kv_heads, n_clusters)`.
+        choosable: number of each cluster's entries that tokens choose among, `(B, n_kv_heads, n_clusters)`.
         log_mass: each head's log `a`, or `HIDDEN_LOGIT` if a = 0, `(B, n_kv_heads, group, 1, 1)`.
         temperature: each head's `t`, of the same shape.
     """

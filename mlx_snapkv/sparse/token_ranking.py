@@ -31,8 +31,7 @@ class TokenRanking:
         [choice_stop : n)         the window and the answer's newest entries, which every token reads
 
     Args:
-        prompt: view of all of the prompt's entries. If it has no index, entries are ranked by exact
-            attention.
+        prompt: view of all of the prompt's entries. If it has no index, entries are ranked by exact attention.
         quota: how many entries a token reads, including sink and window.
 
     Attributes:

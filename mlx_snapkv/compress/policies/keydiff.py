@@ -16,9 +16,9 @@ class KeyDiff(Policy):
     """Keeps the entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
 
     Attributes:
-        anchor: what each key is compared with: the "mean" of the keys (equation 8), the "median" of
-            each coordinate, or all keys ("pairwise", equation 7). "pairwise" averages the
-            similarities. With similarity="cosine", the keys are normalised first.
+        anchor: what each key is compared with: the "mean" of the keys (equation 8), the "median" of each coordinate, or
+            all keys ("pairwise", equation 7). "pairwise" averages the similarities. With similarity="cosine", the keys
+            are normalised first.
         similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are (section 4.3).
 
     Differences from the paper: by default, a sink is kept, and half of the budget goes to a recent window. Without
@@ -60,8 +60,7 @@ class KeyDiff(Policy):
         """
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
-            # Wait for the previous head's median, so that only one head's float32 keys are in
-            # memory at a time.
+            # Wait for the previous head's median, so that only one head's float32 keys are in memory at a time.
             previous_median = medians[-1:]  # empty for the first head
             keys_of_head = mx.depends(keys[:, head : head + 1], previous_median)
             anchor_keys = self._keys_for_anchor(keys_of_head.astype(mx.float32))

@@ -25,14 +25,13 @@ class SnapKV(Policy):
         budget: total number of entries to keep, or a share of the prompt ("25%"). Set either this or `top_k`. Defaults
             to the smallest budget that fits the sink, the window and `top_k` entries.
         obs_window: number of queries at the end of the prompt that vote (the paper's L_obs).
-        pool_kernel: width of the vote pooling in entries (section 4.1), ideally about the length of
-            the values to look up. 1 disables pooling.
-        pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd
-            width. "forward" scores an entry by the largest of three numbers: its votes, which are
-            best for plain text, and two contrasts, which are best for exact values. A contrast is
-            the mean vote of the prompt's last 32 or 64 queries minus the mean vote of the earlier
-            queries. It is averaged over the entry and the `pool_kernel - 1` entries before it,
-            because a model looking up a value attends to the words before the value and continues
+        pool_kernel: width of the vote pooling in entries (section 4.1), ideally about the length of the values to look
+            up. 1 disables pooling.
+        pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd width. "forward"
+            scores an entry by the largest of three numbers: its votes, which are best for plain text, and two
+            contrasts, which are best for exact values. A contrast is the mean vote of the prompt's last 32 or 64
+            queries minus the mean vote of the earlier queries. It is averaged over the entry and the `pool_kernel - 1`
+            entries before it, because a model looking up a value attends to the words before the value and continues
             from there. Entries that every query attends to, such as line breaks, have no contrast.
         lookahead: number of answer tokens to decode with all entries before compressing, so that their queries vote
             too.
@@ -135,10 +134,10 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
 
     Mean votes are the average of the mean over all queries and the mean over the last 32 queries.
 
-    A contrast is `max(0, mean over the last queries - mean over the earlier queries)`. There is one
-    for the prompt's last 32 queries and one for its last 64. A contrast is left out if there are no
-    earlier queries. If both are left out, both results are the mean over all queries. Lookahead
-    queries count as last queries, in addition to the 32 or 64.
+    A contrast is `max(0, mean over the last queries - mean over the earlier queries)`. There is one for the prompt's
+    last 32 queries and one for its last 64. A contrast is left out if there are no earlier queries. If both are left
+    out, both results are the mean over all queries. Lookahead queries count as last queries, in addition to the 32 or
+    64.
     """
     indices = entries.voters.indices
     n_queries = len(indices)

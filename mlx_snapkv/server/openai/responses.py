@@ -229,8 +229,8 @@ class ResponsesFormatter(BlockFormatter):
     def _client_names(self, block: Block) -> dict[str, str]:
         """Return the `name` of the tool that a block calls, and its `namespace` if it has one, as the client sent them.
 
-        The model calls a tool by its full name `namespace__name`, which the client does not know. If the client
-        offered no such tool, return the name that the model used.
+        The model calls a tool by its full name `namespace__name`, which the client does not know. If the client offered
+        no such tool, return the name that the model used.
         """
         assert block.call is not None
         offered = self._called_tool(block)
