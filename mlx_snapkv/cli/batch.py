@@ -61,9 +61,9 @@ def batch(
 ) -> None:
     r"""Answer requests in OpenAI's batch format, several at a time, optionally with compression or sparse attention.
 
-    Each answer is written to disk as soon as it is complete, so the same command resumes where it stopped. Sampling
-    options and --max-tokens apply to requests that don't set their own. If a request fails, its line says why and the
-    exit code is 1.
+    Each answer is written to disk as soon as it is complete. If a run is interrupted, the same command continues where
+    it stopped. Sampling options and --max-tokens apply to requests that don't set their own. If a request fails, its
+    line says why and the exit code is 1.
 
     \b
       mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --snapkv top_k=1024

@@ -62,8 +62,8 @@ def compare(
     r"""Answer your own prompt with the full cache and with policies, and show what differs.
 
     Policies that choose after prefill share one pass over the prompt. Each policy that evicts during prefill needs its
-    own pass, and so does sparse attention. Decoding is greedy. The page shows the answers side by side, and which
-    entries are kept.
+    own pass, and so does sparse attention. Decoding is greedy. --output writes a page that shows the answers side by
+    side, and which entries are kept.
 
     \b
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?"
@@ -122,7 +122,7 @@ def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[M
     from ..planning.auto import worth_comparing
     from ..sparse.options import Sparse
 
-    # The default number of entries would cover much of a short prompt, so use a percentage.
+    # Sparse attention's default number of entries would cover much of a short prompt, so use a percentage instead.
     is_short_prompt = 4 * Sparse().entries(n_prompt) > n_prompt
     sparse = "budget=6.25%" if is_short_prompt else ""
     has_store = store.store is not None

@@ -63,7 +63,7 @@ class FidelityOptions:
 
 
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
-    """Compare a model's predictions after a compressed prompt and after the full prompt, on your own texts.
+    """Measure on your own texts how much a model's predictions change when the prompt is compressed.
 
     No questions with known answers are needed. Policies that choose after prefill share one pass over each piece of
     text.
@@ -96,7 +96,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        # Recorded so that a result file with scores of other tokens is rejected.
+        # Recorded so that a result file whose scores are for other tokens is rejected.
         "judged": measuring.JUDGED_TOKENS,
     }
     run = partial(

@@ -56,8 +56,8 @@ def inspect(
     r"""Show what a policy keeps of a prompt, by layer, position and sentence, and where the answer attends.
 
     Each line is a layer and runs from the prompt's start to its end; brighter means that more heads keep the entries
-    there. The page shows the text, with each token tinted by the number of heads that keep it. It is a single file
-    and works offline. Decoding is greedy.
+    there. --output can write a page that shows the text, with each token tinted by the number of heads that keep it.
+    The page is a single file and works offline. Decoding is greedy.
 
     \b
       mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \

@@ -57,10 +57,9 @@ def plan(
 ) -> None:
     r"""Show how much memory prompts will take, what fits, and which setting to use, without loading any weights.
 
-    It also says at what length sparse attention becomes faster on this machine. The speeds come
-    from earlier requests or, on a GPU, from an estimate. Only the model's configuration and weight
-    headers are read, or downloaded from a Hugging Face repository. docs/benchmarks.md explains the
-    arithmetic.
+    Also show from which prompt length sparse attention is faster on this machine, judging by earlier requests or, on a
+    GPU, by an estimate. Only the model's configuration and weight headers are read, or downloaded from a Hugging Face
+    repository. docs/benchmarks.md explains the arithmetic.
 
     \b
       mlx-snapkv plan --model demo
@@ -195,9 +194,10 @@ class Plans:
         return ContextPlans(context=n_prompt, plans=plans, best=best, why=why)
 
     def _settings_to_plan(self) -> list[Setting | None]:
-        """Return the settings to plan in addition to the full cache.
+        """Return the settings to plan for in addition to the full cache.
 
-        These are the user's setting, or by default sparse attention and SnapKV if the model can be compressed.
+        These are the user's setting or, without one, sparse attention and SnapKV. If the model can't be compressed and
+        the user gave no setting, return an empty list.
         """
         from ..planning.auto import SNAPKV, SPARSE
 
