@@ -25,7 +25,7 @@ SECRET = "api_key"
 # tests.
 NO_OPTIONS = {"speed_record", "real_models"}
 
-Table = dict[str, Any]  # a table of config.toml, with underscores in names
+Table = dict[str, Any]  # a table of config.toml; its keys have underscores instead of hyphens
 
 
 class ConfigValue(NamedTuple):
@@ -38,7 +38,7 @@ class ConfigValue(NamedTuple):
 def config_file() -> Path:
     """Return the path of config.toml, which need not exist.
 
-    The file is in XDG_CONFIG_HOME or, by default, ~/.config.
+    It is mlx-snapkv/config.toml in the folder named by XDG_CONFIG_HOME or, by default, in ~/.config.
     """
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(folder) / "mlx-snapkv" / "config.toml"
@@ -166,7 +166,7 @@ def _read_config_file(root: Any) -> Table:
 
 
 def _checked_table(table: Table, group: Any, location: str) -> Table:
-    """Check a table of config.toml and return it with underscores in names.
+    """Check a table of config.toml, and return it with underscores instead of hyphens in its keys.
 
     Args:
         table: the table as parsed from TOML.
@@ -217,7 +217,7 @@ def _options_in(group: Any) -> dict[str, Any]:
 
 
 def _options_of(command: Any) -> dict[str, Any]:
-    """Return a command's options except --help, keyed by flag name with underscores."""
+    """Return a command's options except --help, keyed by flag name, with underscores instead of hyphens."""
     options = {}
     for option in command.params:
         flag = option.opts[0]

@@ -59,7 +59,8 @@ def load_model(
     require_one_process(adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _folder_of(name, option)
     adapter = _adapter_folder(adapter_path)
-    # Silence the tokenizer's warning that long texts fail. They don't, and commands have their own warning.
+    # Silence the tokenizer's warning that long texts cause errors. They don't here, and commands print their own
+    # warning about long prompts.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     raise_on_interrupt()
     # `os.path.exists` returns False for invalid file names, where `Path.exists` may raise.
@@ -232,14 +233,14 @@ def _require_divisible_heads(model: Any, n_ranks: int) -> None:
 
 
 def load_without_weights(name: str, for_mac: bool = False):
-    """Build a model with uninitialised weights from its configuration and weight headers.
+    """Build a model with placeholder weights from its configuration and weight headers.
 
     Nothing else is downloaded from a Hugging Face repository.
 
     Args:
         name: the folder, repository or embedded model.
         for_mac: whether to keep half precision, as on a Mac, even if this machine has no GPU. Embedded models are
-            converted anyway.
+            converted to float32 anyway.
 
     Raises: SnapKVError: the model does not exist, or mlx-lm can't load it.
     """
@@ -294,9 +295,9 @@ def _is_repository_name(name: str) -> bool:
 def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     """Convert half-precision weights to float32 on a machine without a GPU.
 
-    MLX emulates half precision on a CPU, which is several times slower. Weights that would take more than
+    On a CPU, MLX emulates half precision, which is several times slower than float32. Weights that would take more than
     `MAX_WEIGHTS_SHARE` of the memory in float32 are not converted, unless the model is embedded. Return a notice about
-    the conversion or about slow half precision. Return None if neither applies, and for embedded models.
+    the conversion or about slow half precision, or None if neither applies or the model is embedded.
 
     Args:
         name: model name as typed by the user.
