@@ -117,7 +117,7 @@ def main(commands: typer.Typer = app) -> None:
         fail(advice, status=1)
     except Exception as error:
         # Newer versions of typer contain a copy of click, so the class of usage errors depends on the version.
-        # Recognise them by their method instead.
+        # Recognise usage errors by their `format_message` method instead.
         if hasattr(error, "format_message"):
             fail(error.format_message())
         process.restore_stderr()

@@ -113,7 +113,7 @@ def bench(*, options: BenchOptions) -> None:
     with StepBars() as bars:
 
         def save_rows(rows: list[dict[str, Any]]) -> None:
-            """Advance the bar and, with --output, write the rows so far, so that they survive Ctrl-C."""
+            """Advance the bar. With --output, also write the rows, so that Ctrl-C doesn't lose them."""
             result["speed"] = rows
             bars.count_step()
             if files is not None:

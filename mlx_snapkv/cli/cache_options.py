@@ -109,7 +109,7 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield a note if prompt and answer (`n_tokens` in total) are too short for --kv-bits to have an effect."""
+        """Yield a note if --kv-bits has no effect because the prompt and answer, `n_tokens` in all, are too short."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         quantized_from = self.quantized_kv_start
@@ -278,7 +278,7 @@ class StoreOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def fill_defaults_of(self, setting: Setting | None) -> Setting | None:
-        """Return `setting` with these options where it has default values.
+        """Return `setting` with these options in place of its default values.
 
         Only sparse attention has a store, so a policy or None is returned unchanged.
         """

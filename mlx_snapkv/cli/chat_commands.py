@@ -204,8 +204,8 @@ def _compare(session: Session, _: str) -> None:
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
     policy = conversation.policy
     try:
-        # Only the last turn is read again with full attention. The entries of earlier turns stay, although they were
-        # computed with sparse attention.
+        # Full attention is used only for the last turn. The entries of earlier turns are reused as sparse attention
+        # computed them.
         conversation.policy = Sparse(budget="100%", read="dense")
         is_same = _answer_again(session)
     finally:
@@ -318,7 +318,7 @@ def _policy(session: Session, text: str) -> None:
         compression = session.compression
         _, _, options = text.partition(":")
         if values_in_sparse(options, "store"):
-            # `text` names a store, so --store must not replace it, even if it is the default.
+            # `text` names a store. Ignore --store, which would replace the named store if that is the default.
             compression = replace(compression, store=None)
         policy = compression.fill_defaults_of(setting_named(text))
     session.start_new_conversation(

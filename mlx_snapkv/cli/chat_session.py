@@ -26,7 +26,7 @@ from .options import SamplingOptions
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-# Maximum length of a short turn in tokens. The disk space of short turns is not announced.
+# Longest turn, in tokens, that counts as short. The disk space that a short turn takes is not announced.
 MAX_SHORT_TURN = 2048
 
 
@@ -57,7 +57,7 @@ class MessageReader:
         self._prompt_session: PromptSession | None = None  # for line editing
         if self.is_terminal and not is_dumb_terminal():
             self._prompt_session = PromptSession(
-                # Write prompts to the terminal, because stdout contains only answers.
+                # Write prompts to the terminal, because stdout is only for answers.
                 output=create_output(always_prefer_tty=True),
                 completer=completer,
                 complete_style=CompleteStyle.READLINE_LIKE,
@@ -167,8 +167,8 @@ class Session:
     def attach(self, text: str) -> int:
         """Attach a document to the next message and return its length in tokens."""
         conversation = self.conversation
-        # Count tokens in `wait_for`, but attach the document here. The thread of `wait_for` keeps running after Ctrl-C,
-        # so it would attach a document that the user no longer wants.
+        # Count the tokens in the thread that `wait_for` starts, but attach the document here. The thread keeps running
+        # after Ctrl-C, and would attach a document that the user no longer wants.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
         n_read_before = len(conversation.read)
@@ -307,7 +307,7 @@ class Session:
     def _predict_file_cost(self, n_new_tokens: int) -> FileCost | None:
         """Predict the disk space that a turn of `n_new_tokens` takes.
 
-        Return None if the turn is short, no entries go to files, or the free space is unknown.
+        Return None if the turn is short, no entries are written to files, or the free space is unknown.
         """
         is_short = n_new_tokens <= MAX_SHORT_TURN
         if is_short:
@@ -316,7 +316,7 @@ class Session:
 
 
 def _speed_text(response: Any) -> str:
-    """Describe the speeds of the turn that ended with mlx-lm's `response`."""
+    """Describe the prompt and generation speeds of a turn, given mlx-lm's last response."""
     return (
         f"prompt {response.prompt_tps:.1f} tokens/s, "
         f"generation {response.generation_tps:.1f} tokens/s"

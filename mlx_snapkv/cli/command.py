@@ -88,7 +88,7 @@ EXCLUDED_BY_SAVED_PROMPT = (
     "max_kv_size",
     "kv_memory",
 )
-# A saved prompt ignores configured values of these options. Only typed values apply.
+# Configured values of these options are ignored with a saved prompt. Only typed values apply.
 STORED_WITH_SAVED_PROMPT = *SETTING_OPTIONS, "kv_bits", "store", "store_dir"
 
 
@@ -137,7 +137,7 @@ class Command(TyperCommand):
 
         A saved prompt has its own setting, so configured values that conflict with a saved prompt are reset. If
         --snapkv, --policy or --sparse was typed, the configured values of all three are reset. A configured store is
-        reset if sparse attention can't be used, or if a typed --sparse names a store.
+        reset if nothing can select sparse attention, or if a typed --sparse names a store.
 
         Raises: SnapKVError: --policy none was typed for `compare`, but there is no configured setting to override.
         """
@@ -189,7 +189,7 @@ class Command(TyperCommand):
                     formatter.write_dl(flags_and_help)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. An error about a configured option says where the value comes from."""
+        """Run the command. An error about a configured option says where the option's value comes from."""
         try:
             self._reject_conflicting_values(ctx)
             self._reject_options_without_effect(ctx)
@@ -204,8 +204,8 @@ class Command(TyperCommand):
     def _reject_conflicting_values(self, ctx: Any) -> None:
         """Reject a --store or --store-dir that contradicts --sparse. Raises: SnapKVError.
 
-        If --sparse names a default value, a different --store or --store-dir is rejected only if both options were
-        typed.
+        If the value in --sparse is the default, a different --store or --store-dir is rejected only if both it and
+        --sparse were typed.
         """
         sparse = ctx.params.get("sparse")
         if sparse is None:
@@ -230,8 +230,8 @@ class Command(TyperCommand):
                     raise SnapKVError(
                         f"{flag_of(name)} can't be combined with --prompt-cache-file: drop it"
                     )
-        # Without --store, the file store can still be selected by --sparse, /policy in a chat,
-        # --policy auto, or a saved prompt.
+        # Without --store, the file store can still be selected by --sparse, /policy in a chat, --policy auto, or a
+        # saved prompt.
         may_get_file_store = (
             "file" in values_in_sparse(ctx.params.get("sparse"), "store")
             or self.name == "chat"
@@ -252,9 +252,9 @@ class Command(TyperCommand):
 
 
 def values_in_sparse(sparse: str | list[str] | None, name: str) -> list[str]:
-    """Return the values that the option `name` has in --sparse, which may be repeated.
+    """Return every value given for the option `name` in one --sparse text or in a list of them.
 
-    For example, `store` has the value "file" in "top_k=1024, store=file".
+    For example, return ["file"] for the option "store" in "top_k=1024, store=file".
     """
     texts = [sparse] if isinstance(sparse, str) else sparse or []
     options = [option.partition("=") for text in texts for option in text.split(",")]

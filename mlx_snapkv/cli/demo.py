@@ -1,4 +1,4 @@
-"""`mlx-snapkv demo`: ask about facts in a document with three kinds of cache, and compare their speed."""
+"""`mlx-snapkv demo`: ask for facts in a document, using three kinds of cache, and compare the caches' speed."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def demo(
 
 
 def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
-    """Return the keyword arguments of each `Conversation`, keyed by table column."""
+    """Return the keyword arguments for each `Conversation`, keyed by table column."""
     from ..compress.policies import SnapKV
     from ..sparse.options import Sparse
 
     budget = n_prompt // REDUCTION
-    # No lookahead, because it would decode these short answers from the full cache.
+    # No lookahead: it would delay the compression by some answer tokens, and these short answers might end before that.
     snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
     sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
     return {FULL_NAME: {}, SNAPKV_NAME: {"policy": snapkv}, SPARSE_NAME: {"sparse": sparse}}

@@ -133,8 +133,8 @@ def generate(
     from .saved_prompt import SavedPrompt
 
     max_tokens = sampling.max_tokens
-    # `compression.setting` rejects --store without --sparse. With a saved prompt it is allowed, because the prompt may
-    # have been saved with sparse attention.
+    # `compression.setting` rejects --store without --sparse. With a saved prompt, --store alone is allowed, because the
+    # prompt may have been saved with sparse attention.
     setting = compression.setting if prompt_cache_file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
     text = from_first_rank(prompt.read)

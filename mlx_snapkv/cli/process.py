@@ -44,7 +44,8 @@ def allow_many_files() -> None:
     new_limit = MAX_OPEN_FILES
     if hard_limit != resource.RLIM_INFINITY:
         new_limit = min(new_limit, hard_limit)
-    with contextlib.suppress(OSError, ValueError):  # opening files may fail later
+    # If the limit can't be raised, opening files may fail later.
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
 
 

@@ -121,7 +121,7 @@ class StepBars:
             TimeRemainingColumn(),
             TextColumn("{task.fields[details]}"),
             console=self._console,
-            speed_estimate_period=3600,  # an hour, in seconds: a single step may take minutes
+            speed_estimate_period=3600,  # one hour in seconds, because a single step may take minutes
             disable=quiet or not self._console.is_terminal,
         )
 

@@ -80,7 +80,7 @@ class PromptConsole:
         Args:
             model: model that will read the prompt.
             n_prompt: number of tokens to read.
-            n_read_before: number of tokens that were read earlier.
+            n_read_before: number of tokens that earlier turns of the conversation have read.
             shows_kept: whether to print which entries will be kept.
             max_kv_bytes: KV memory limit in bytes; see `LongPrompts.require_memory`.
             **options: options for `LongPrompts`.

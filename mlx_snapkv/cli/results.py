@@ -42,7 +42,7 @@ class ResultFiles:
     """
 
     def __init__(self, name: str, suffixes: Sequence[str]):
-        """Check that all files can be written before anything is measured."""
+        """Check that all files can be written, so that mistakes are reported before anything is measured."""
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} is a folder: add a name for the files")
         self.base = path_of(name, "--output")
@@ -172,7 +172,7 @@ class ResultOptions:
             files: result files. With None, the result is only printed.
             shared_fields: measurement settings. Files with different settings are rejected.
             n_documents: number of documents that `run` measures.
-            run: returns all records, given the results so far and a callback for each finished document.
+            run: returns all records, given the results so far and a callback to call after each document.
             page: builds tables from the records.
 
         Raises: SnapKVError: the files contain records with different settings or from a different version.
@@ -222,7 +222,7 @@ def methods_to_measure(
     Args:
         policies: values of --policy; duplicates are dropped.
         sparse: values of --sparse; duplicates are dropped.
-        lengths: lengths in tokens of the prompts to measure, if known.
+        lengths: lengths of the prompts to measure, in tokens, if known.
         store: store options for sparse attention.
 
     Raises: SnapKVError: a value can't be parsed, a store is set without sparse attention, or a method would compress

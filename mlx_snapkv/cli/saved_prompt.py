@@ -1,4 +1,4 @@
-"""Load a saved prompt for an answer to continue from."""
+"""Load a saved prompt, so that an answer can continue from it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,7 +41,7 @@ class SavedPrompt:
 
     Attributes:
         n_tokens: length of the saved prompt in tokens.
-        report: report on the compression at loading.
+        report: report on the compression during loading.
         options: `stream_generate` keywords for the answer.
 
     Raises: SnapKVError: the file can't be loaded, is for another model, or can't be used with these options.
@@ -204,7 +204,7 @@ class SavedPrompt:
 
     @property
     def policy(self) -> str:
-        """Return the setting that compressed the prompt (at loading or before it was saved), or `NO_POLICY`."""
+        """Return the setting that compressed the prompt when it was loaded or before it was saved, or `NO_POLICY`."""
         return self.report.policy if self.report.compressed else self._saved.policy
 
     @property

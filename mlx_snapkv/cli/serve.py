@@ -199,7 +199,7 @@ def serve(
         options=generation,
         identity=CompressionConfig.from_keywords(generation)[0].identity,
     )
-    # Only the main thread can set signal handlers, and another thread will load the model.
+    # Call this before another thread loads the model, because only the main thread can set signal handlers.
     raise_on_interrupt()
     start_engine = partial(
         Engine,
