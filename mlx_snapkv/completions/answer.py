@@ -40,11 +40,11 @@ class Completion:
         """Add a token, and return the parts of the answer that can no longer change.
 
         `finish_reason` is mlx-lm's finish reason, which is None for all tokens except the last. A stop string can end
-        the answer earlier.
+        the answer before mlx-lm does.
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
-        # Count before parsing, so that the end marker is counted as well.
+        # Count before parsing: the end marker counts as reasoning, but parsing it ends the reasoning state.
         if self._parser.state == "reasoning":
             self.n_reasoning += 1
         if finish_reason != "stop":  # the end-of-answer token has no text
@@ -115,7 +115,7 @@ class StopMatcher:
     def __init__(self, stop: list[str]):
         """Start with no text."""
         self._machine = TextStateMachine({"normal": [(text, None) for text in stop]})
-        # mlx-lm's tuple: (state, trie node, all states, held-back text)
+        # mlx-lm represents the machine's state as a tuple: (state, trie node, all states, held-back text).
         self._state = self._machine.make_state()
         self.matched_stop: str | None = None
 
@@ -145,9 +145,9 @@ class StopMatcher:
 
 
 def _new_detokenizer(tokenizer, continues_text: bool) -> StreamingDetokenizer:
-    """Return a new detokenizer. It keeps the answer's leading space if the answer continues a text.
+    """Return a new detokenizer. If `continues_text`, it keeps the leading space of the answer.
 
-    A detokenizer drops the space before its first word, so a dummy word is decoded first.
+    A detokenizer drops the space before its first word. To keep the space, a dummy word is decoded first.
     """
     detokenizer = tokenizer.detokenizer
     if continues_text:

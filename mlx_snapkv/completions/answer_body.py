@@ -66,8 +66,8 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
     }
     if uses_functions and reply.calls:
         first_call = reply.calls[0]
-        # A streamed part may contain only later calls, so streamed calls have an index. A complete answer starts with
-        # its first call.
+        # Streamed calls have an index, because the first call in a streamed part may not be the first call in the
+        # answer. Calls in a complete answer have no index.
         is_first_of_answer = first_call.get("index", 0) == 0
         if is_first_of_answer:
             fields["function_call"] = first_call["function"]

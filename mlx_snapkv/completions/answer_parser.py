@@ -49,7 +49,7 @@ class AnswerParser:
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
         self._tools = request.tools
-        # A "call" answer has no call markers, so everything outside reasoning is the call.
+        # An answer of the kind "call" has no call markers, so everything outside reasoning is the call.
         self._answer_is_call = answer_format is not None and answer_format.kind == "call"
         self._tool_parser = (
             json_tools.parse_tool_call if self._answer_is_call else tokenizer.tool_parser
@@ -61,13 +61,13 @@ class AnswerParser:
         # Text completions and answers that continue JSON have no markers.
         has_markers = request.chat and not continues_json
         self._machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
-        # mlx-lm's tuple: (state, trie node, all states, held-back text)
+        # mlx-lm represents the machine's state as a tuple: (state, trie node, all states, held-back text).
         self._machine_state = self._machine.make_state(request.initial_state)
         self._call_text = ""  # text of the current call
         self._call_is_in_reasoning = False
 
     def parse(self, text: str, is_last: bool) -> list[Reply]:
-        """Parse the next text, and return the parts of the answer that can no longer change.
+        """Parse the next piece of text, and return the parts of the answer that can no longer change.
 
         Text that may be the start of a marker is held back, and a call is held back until it ends. If `is_last`,
         nothing is held back.
@@ -107,7 +107,7 @@ class AnswerParser:
         return parts
 
     def _split_letter(self, letter: str) -> list[Segment]:
-        """Add a letter, and return the new segments.
+        """Feed the next letter to the machine, and return the new segments.
 
         If a marker turns out to be text, the state is corrected. A tool call replaces the required JSON, so no JSON is
         expected once a call has started.
@@ -155,7 +155,7 @@ class AnswerParser:
         )
 
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
-        """End the current call, if any. Return the parsed calls, or the text if it can't be parsed.
+        """End the current call, if any. Return the parsed calls, or the call's text if it can't be parsed.
 
         The text is returned as reasoning if the call is complete and inside reasoning. `is_complete` is False if the
         answer ended without the call's end marker.

@@ -55,7 +55,10 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
 def _all_types(
     schema: Any, root: dict[str, Any], followed_references: frozenset[str]
 ) -> Iterator[str]:
-    """Yield the types of a schema and its alternatives. `followed_references` are not followed again."""
+    """Yield the types of a schema and its alternatives.
+
+    `followed_references` are not followed again, so that the recursion ends.
+    """
     if not isinstance(schema, dict):
         return
     yield from _types_without_alternatives(schema)

@@ -35,12 +35,12 @@ CANDIDATES_SHARE = 0.99
 class Constraint:
     """A logits processor that allows only tokens that follow the answer's grammar.
 
-    mlx-lm's generation loops call the constraint once per token, with all tokens so far. The last token is sometimes
-    not evaluated yet. Loops with a draft model drop rejected tokens, and the constraint then rolls back as well.
+    mlx-lm's generation loops call the constraint once per token, with all tokens so far. The last token may not have
+    been computed yet. When a loop with a draft model drops rejected tokens, the constraint drops them too.
 
-    Near `max_tokens`, enough tokens are reserved to close JSON. A token that would leave too few tokens is not allowed.
-    If that token is the model's most likely one, the JSON is closed at once. Calls are never closed early, because the
-    client would run them with truncated arguments.
+    Near `max_tokens`, enough tokens are reserved to close the JSON. A token that would leave too few tokens is not
+    allowed. If that token is the model's most likely one, the JSON is closed at once. Calls are never closed early,
+    because the client would run them with truncated arguments.
 
     Args:
         tokenizer: the model's tokenizer. The grammar is compiled for it.
@@ -51,7 +51,7 @@ class Constraint:
         format: the answer's format.
         closed_early: whether the JSON was closed before the model ended it.
 
-    Raises: SnapKVError: the grammar can't be enforced, or `max_tokens` is too few for the JSON.
+    Raises: SnapKVError: the grammar can't be enforced, or `max_tokens` is too small for the JSON.
     """
 
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
@@ -65,8 +65,8 @@ class Constraint:
         self._matcher.consume_tokens(prefill_tokens)
         self._n_prompt: int | None = None
         self._answer_tokens: list[int] = []
-        # Number of answer tokens that the matcher has consumed. After the end of the grammar, the matcher consumes no
-        # more tokens.
+        # Number of answer tokens that the matcher has consumed. The matcher consumes no tokens after the end of the
+        # grammar.
         self._n_consumed = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
         self._max_end_growth = _max_end_growth(answer_format.grammar, self._vocabulary)
@@ -87,7 +87,7 @@ class Constraint:
 
         Raises:
             SnapKVError: the schema is too complex to be enforced.
-            RuntimeError: the answer has left its grammar.
+            RuntimeError: the answer violates its grammar.
         """
         if self._n_prompt is None:
             self._n_prompt = tokens.size
@@ -96,8 +96,8 @@ class Constraint:
         # If there is not exactly one new token, the loop may have dropped and replaced answer tokens, so read the whole
         # answer again.
         unread_tokens = tokens[-1:] if has_one_more else tokens[self._n_prompt :]
-        # Start computing the logits. The CPU usually builds the mask at the same time, because the mask rarely depends
-        # on the logits.
+        # Start computing the logits, so that the CPU can build the mask in the meantime. The mask rarely depends on the
+        # logits.
         mx.async_eval(unread_tokens)
         mx.async_eval(logits)
         new_tokens: Any = unread_tokens.tolist()
@@ -200,8 +200,8 @@ class Constraint:
     def _current_end(self, n_left: int) -> list[int] | None:
         """Return a short end after the answer so far.
 
-        If the last token was tried before it was chosen, the end that was found then is reused. Return None if no end
-        of at most `n_left` tokens is found, or if the answer is still reasoning.
+        If `_token_fits` has tried the answer's last token, the end that it found is reused. Return None if no end of at
+        most `n_left` tokens is found, or if the answer is still reasoning.
         """
         end_after_candidate = self._end_after_candidate
         self._end_after_candidate = {}
@@ -224,7 +224,7 @@ class Constraint:
         """Return a mask of the allowed tokens that are certain to leave room for a short end.
 
         These tokens need not be tried. If the answer is inside a string and there are enough spare tokens, they are the
-        tokens without quotes or backslashes. Otherwise, no token is certain.
+        tokens without quotes or backslashes. Otherwise, no token is certain to leave room.
         """
         has_spare_tokens = n_spare > MAX_END_GROWTH_IN_STRING
         if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):
@@ -289,7 +289,7 @@ def _mask_of(tokens: list[int], size: int) -> np.ndarray:
 
 
 def _matcher_error(matcher: LLMatcher) -> Exception:
-    """Return the error for a failed matcher: the schema is too complex, or the answer has left the grammar."""
+    """Return the error for a failed matcher: the schema is too complex, or the answer violates the grammar."""
     why = error_reason(matcher)
     if "satisfy the grammar" in why:
         return RuntimeError(f"the answer has left its grammar: {why}")

@@ -31,7 +31,7 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
     """Yield the text of each part of a message's content.
 
     Args:
-        content: a message's `content` in any API: a string, a part, a list of strings and parts, or None.
+        content: a message's `content` from any API: a string, a part, a list of strings and parts, or None.
         source: "user" for user and system messages in which media are an error, "tool" for tool results, "other" for
             everything else. In tool results, parts of unknown types become JSON. All other parts that the model can't
             read are replaced by a description in brackets.
@@ -68,7 +68,7 @@ def part_type(part: dict[str, Any]) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates with U+FFFD. They appear when clients cut text within an emoji."""
+    """Replace lone surrogates with U+FFFD. Clients send lone surrogates if they cut text within an emoji."""
     try:
         text.encode()
     except UnicodeEncodeError:

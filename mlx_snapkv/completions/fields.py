@@ -7,8 +7,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from .contents import as_list
 from .validation import must
 
-NO_LIMIT = -1  # the value of `max_tokens` or `top_k` for no limit, as in other servers
-NO_SEED = -1  # the value of `seed` for a random seed, as in other servers
+NO_LIMIT = -1  # the value of `max_tokens` or `top_k` that means no limit, as in other servers
+NO_SEED = -1  # the value of `seed` that means no fixed seed, as in other servers
 MAX_BIAS = 10_000  # larger logit biases could overflow in half precision
 
 

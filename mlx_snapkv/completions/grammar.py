@@ -15,17 +15,17 @@ from .response_format import ANY_OBJECT, Schema
 
 # JSON on one line. If whitespace is allowed, small models fill their answers with it.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# Maximum number of brackets in a prefill that are tried as the start of the JSON.
+# At most this many brackets in a prefill are tried as the start of the JSON.
 MAX_PREFILL_STARTS = 16
 TOO_LARGE_NOTE = "the tools' parameters are left out: together they are too large to be enforced"
-# Keywords that may allow properties that are not in `properties`.
+# Keywords that may allow properties beyond those in `properties`.
 MAY_ALLOW_MORE = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
 LITERAL_KEYWORDS = {"const", "enum", "default", "examples"}  # their values are never schemas
 # Values of `format` that llguidance enforces. JSON Schema lets validators ignore all others.
 ENFORCED_FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 # Keywords whose value is an object that maps names to schemas.
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords that llguidance does not support, with the values that restrict nothing.
+# Maps keywords that llguidance does not support to the values with which they restrict nothing.
 UNRESTRICTIVE: dict[str, tuple] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -111,9 +111,10 @@ def _spellings(json_text: str) -> list[str]:
 
 
 def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
-    """Return the format for one call to one of the tools.
+    """Return the format for an answer that must be a single call to one of the tools.
 
-    If the schemas of all tools together are too large to be enforced, arguments can be any object, and `note` says so.
+    If the tools' schemas are too large to be enforced in one grammar, any object is allowed as arguments. The format's
+    `note` then says so.
 
     Raises: SnapKVError: a tool has no name, or its parameter schema can't be enforced.
     """
@@ -129,10 +130,10 @@ def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> Answ
 
 
 def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
-    """Return the format for a call, in the model's own format if possible.
+    """Return the format for an answer that must be a single call. `schemas` maps tool names to argument schemas.
 
-    `schemas` maps tool names to the schemas of their arguments. Mistral models write `[TOOL_CALLS]NAME[ARGS]{...}`, and
-    older ones `[TOOL_CALLS][{...}]`.
+    The call uses the model's own notation if this function has a grammar for it. Otherwise, the call is a JSON object.
+    Newer Mistral models write `[TOOL_CALLS]NAME[ARGS]{...}`, and older ones write `[TOOL_CALLS][{...}]`.
     """
     parser = tokenizer.tool_parser
     start_marker = _terminals(tokenizer.tool_call_start or "", tokenizer)
@@ -240,8 +241,8 @@ def _combines_schemas(schema: Any) -> bool:
 def _close_objects(schema: Any) -> Any:
     """Forbid additional properties in objects that name their properties, at any depth of a schema.
 
-    Objects without named properties stay open, because they may be maps. So do objects that may allow or require
-    additional properties.
+    Objects without named properties stay open, because they may be maps. Objects also stay open if other keywords may
+    allow or require properties that `properties` does not list.
     """
     if isinstance(schema, list):
         return [_close_objects(part) for part in schema]
@@ -287,9 +288,9 @@ def _simplify(schema: Any) -> Any:
 
 
 def _is_unrestrictive(keyword: str, value: Any) -> bool:
-    """Return whether a keyword can be dropped because its value restricts nothing.
+    """Return whether a keyword's value restricts nothing.
 
-    llguidance would reject the keyword.
+    Such a keyword can be dropped, and must be, because llguidance would reject it.
     """
     if value is None:  # some languages write an empty list as null
         return keyword != "default"
@@ -304,7 +305,7 @@ def _answer_grammar(answer: str, tokenizer, state: str | None, schemas: dict[str
     """Return an answer's Lark grammar, including reasoning that may precede the answer.
 
     Args:
-        answer: expression for the answer without reasoning.
+        answer: grammar expression for the answer without reasoning.
         tokenizer: the model's tokenizer, with its reasoning markers.
         state: see `json_format`. With "reasoning", the answer starts in the middle of reasoning.
         schemas: the schemas in `answer`, keyed by the names that errors use for them.
@@ -342,7 +343,10 @@ def _require_few_optional_properties(schema: Schema, schema_name: str) -> None:
 
 
 def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
-    """Return the expression for reasoning before an answer ("" for no reasoning), and the rules that it refers to."""
+    """Return the grammar expression for reasoning before an answer, and the rules that the expression refers to.
+
+    The expression is "" if there is no reasoning.
+    """
     rules = "TEXT: /(.|\\n)*/\n"
     if state is None or not tokenizer.has_thinking:
         return "", rules
@@ -350,7 +354,7 @@ def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
     text_to_end = f"TEXT {first_end_terminal}"
     ends_with_special_token = first_end_terminal.startswith("<[")
     if not ends_with_special_token:
-        # TEXT also matches a plain-text end marker. A lazy rule ends at the first marker.
+        # TEXT would also match a plain-text end marker, so use a lazy rule, which ends at the first marker.
         rules += f"until[lazy]: {text_to_end}\n"
         text_to_end = "until"
     text_and_whole_end = " ".join([text_to_end, *other_end_terminals])

@@ -32,7 +32,7 @@ UNQUOTED_VALUE = rf"{UNQUOTED_ITEM}(?:{COMMA_IN_VALUE}{UNQUOTED_ITEM})*"
 
 @dataclass(frozen=True)
 class Notation:
-    """The syntax of the calls in one format.
+    """The call syntax of one format.
 
     Attributes:
         header: regular expression for the text before the arguments, with the groups `name` and optionally `id`. Empty

@@ -63,7 +63,7 @@ def render(
         may_continue: whether the answer continues the text of a final assistant message, if there is one.
 
     Raises: SnapKVError: there is no template, the template does not support `tools`, an option is reserved, or every
-        rewrite fails. In the last case, the error is the first rewrite's.
+        rewrite fails. If every rewrite fails, the first rewrite's error is raised.
     """
     _require_renderable(tokenizer, tools, options)
     options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}

@@ -64,7 +64,7 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request, ready for a batch.
+    """A request that is ready to join a batch.
 
     Attributes:
         prompt: token ids.
@@ -117,8 +117,8 @@ def completion_request(
         bounds: the model's limits.
         prompt: the body's prompt, if already tokenised.
 
-    Raises: SnapKVError: `tokenize` fails, `logit_bias` or `top_k` does not fit the vocabulary, or the required answer
-        format can't be enforced.
+    Raises: SnapKVError: `tokenize` fails, `logit_bias` or `top_k` does not fit the vocabulary, the required answer
+        format can't be enforced, or `max_tokens` is too small for the required JSON.
     """
     prompt = prompt or tokenize(body, tokenizer, bounds.vocabulary_size)
     vocabulary_size = min(len(tokenizer), bounds.vocabulary_size)
@@ -168,9 +168,9 @@ def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Calla
 def _warnings(
     body: Body, prompt: Prompt, answer_format: AnswerFormat | None, unknown_fields: dict[str, Any]
 ) -> list[str]:
-    """Return sentences about ignored parts of a body that a client may expect to have an effect.
+    """Return sentences about parts of a body that are ignored although a client may expect them to have an effect.
 
-    `unknown_fields` are the values of the body's unknown fields, by name.
+    `unknown_fields` maps the names of the body's unknown fields to their values.
     """
     warnings = list(prompt.warnings)
     if answer_format is not None and answer_format.note:
@@ -189,9 +189,9 @@ def _warnings(
 
 
 def _keeps_whole_context(value: Any) -> bool:
-    """Return whether a value is a `context_management` that keeps everything.
+    """Return whether a value is a `context_management` object that keeps the whole context.
 
-    Claude Code always sends one.
+    Claude Code sends such an object with every request.
     """
     edits = value.get("edits") if isinstance(value, dict) else None
     if not isinstance(edits, list):

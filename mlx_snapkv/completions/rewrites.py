@@ -71,7 +71,7 @@ def _split_calls(turns: list[Message]) -> list[Message]:
     A result whose call is unknown goes to the first call without a result.
     """
     groups: list[list[Message]] = []  # each group is a call with its result, or one other turn
-    # Index in `groups` -> id of a call that has no result yet.
+    # The calls that have no result yet. Maps each call's index in `groups` to its id.
     ids_without_result: dict[int, str] = {}
     for turn in turns:
         if turn.role != "tool":
@@ -157,7 +157,7 @@ def rewrite(
 ) -> tuple[list[Message], dict[str, Any], list[str]]:
     """Apply `changes` to a chat's turns, and return the turns, the template options and notes for the client.
 
-    If there are changes, missing fields of the tools in the options are filled in as well.
+    If there are changes, the tools in the options also get the fields that they lack.
     """
     for change in changes:
         turns = change(turns)

@@ -10,8 +10,8 @@ from ..errors import OptionError
 from .body import Body, Defaults
 
 SAMPLING_FIELDS = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
-# Smaller values of temperature or top_p mean greedy decoding, because sampling in float32 would pick the most likely
-# token or fail.
+# A temperature or top_p below this means greedy decoding, because sampling in float32 would pick the most likely token
+# anyway, or fail.
 NEARLY_ZERO = 1e-6
 
 
@@ -59,14 +59,14 @@ class SeededSampler:
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, n_draws: int):
-        """Start the random sequence of `seed`."""
+        """Start the random sequence from `seed`."""
         self._sampler = sampler
         self._key = mx.random.key(seed)
         self._n_draws = n_draws
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Sample the next token `(1,)` from log-probabilities `(1, vocab_size)`."""
-        # MLX's generator uses the two 32-bit halves of its seed as the key.
+        # MLX's generator uses the two 32-bit halves of its seed as its key, so this seed sets that key to `_key`.
         key_halves: Any = self._key.tolist()
         high, low = key_halves
         mx.random.seed((high << 32) | low)

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, in order of preference
 QUOTE = '"'
 IN_STRING = "~"  # a character that JSON allows only in strings
-# Characters that may continue a value or a name, tried if no closer is allowed.
+# Characters that may continue a value or a name. They are tried if the grammar allows no closer.
 CONTINUATIONS = string.ascii_letters + string.digits + "{[-"
 MAX_CHOICES = 8  # maximum number of alternatives at one position
 MAX_PATHS = 64  # maximum number of paths per search
@@ -104,7 +104,7 @@ def _search_end(
 def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
     """Advance a path while a token is forced or a closer is allowed. Return the tokens to try next.
 
-    Returns an empty list if the answer may end after the path, and None if the path gets too long or leaves the
+    Returns an empty list if the answer may end after the path, and None if the path gets too long or violates the
     grammar.
 
     Raises: FreeText: the path is inside reasoning.
@@ -138,9 +138,10 @@ def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[
 
 
 def _continuations(matcher: LLMatcher, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
-    """Return allowed tokens that may continue a value or a name, or else the first allowed token.
+    """Return the allowed tokens for `CONTINUATIONS`, or else only the first allowed token.
 
-    In the middle of a multi-byte character, for example, only tokens that complete the character are allowed.
+    In the middle of a multi-byte character, for example, the grammar forbids `CONTINUATIONS`, because the next token
+    must continue that character.
     """
     tokens = _allowed_character_tokens(bitmask, CONTINUATIONS, tokenizer)
     if tokens:

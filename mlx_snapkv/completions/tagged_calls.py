@@ -23,7 +23,7 @@ class Tags:
         call: start of a call, with the group `name`.
         call_end: end of a call.
         argument: start of an argument, with the group `key`, and with `type` if the format has types. If a tag has no
-            key, its value is a JSON object with all arguments.
+            key, the value after it is a JSON object with all arguments.
         argument_end: end of an argument.
         ends_at_marker: whether the model's end marker is also the end of the last call. If so, the text between the
             markers does not end with a `call_end`.
@@ -39,7 +39,7 @@ class Tags:
 
     @cached_property
     def tag_outside_values(self) -> re.Pattern[str]:
-        """Return the expression for a tag outside values.
+        """Return the regular expression for a tag that is not part of a value.
 
         The matching group is named after the kind of tag: `argument`, `call` or `call_end`.
         """
@@ -49,7 +49,7 @@ class Tags:
 
     @cached_property
     def argument_tag(self) -> re.Pattern[str]:
-        """Return the expression for the start or end of an argument.
+        """Return the regular expression for the start or end of an argument.
 
         The matching group is named after the kind of tag: `argument` or `argument_end`.
         """
@@ -57,18 +57,21 @@ class Tags:
 
     @cached_property
     def final_call_end(self) -> re.Pattern[str]:
-        """Return the expression for a call's end, followed by another call or the end of the text."""
+        """Return the regular expression for the end of a call, if another call or the end of the text follows."""
         return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
 
     @cached_property
     def after_argument(self) -> re.Pattern[str]:
-        """Return the expression for what may follow an argument: the next one, or the end of the call."""
+        """Return the regular expression for what may follow an argument: another argument, or the end of the call."""
         end_of_text = r"|\Z" if self.ends_at_marker else ""
         return re.compile(rf"\s*(?:{self.argument}{end_of_text}|{self.final_call_end.pattern})")
 
 
 def _quoted(group: str) -> str:
-    """Return the expression for a name with or without quotes, such as `"city"`. It captures the name as `group`."""
+    """Return the regular expression for a name with or without quotes, such as `"city"`.
+
+    The name without quotes is captured as `group`.
+    """
     first_letter = r"""[^\s<>"']"""
     more_letters = r"""[^<>"'\n]*?"""
     return rf"""\s*["']?(?P<{group}>{first_letter}{more_letters})["']?"""
@@ -261,9 +264,9 @@ def _guess_closing_tag(
 ) -> tuple[int, int]:
     """Guess where a value ends if its closing tag is missing or followed by unexpected text.
 
-    The value's limit is the start of the next argument that the tool expects, or the start of the call's end. The last
-    closing tag before the limit is used. If there is no such tag, the value ends at the limit, and a final line break
-    is dropped. Return the start and the end of the closing tag.
+    The value's limit is the start of the next argument that the tool expects, or of the tag that ends the call. The
+    last closing tag before the limit is used. If there is no such tag, the value ends at the limit, and a final line
+    break is dropped. Return the start and the end of the closing tag.
 
     Raises: UnclosedArgument: the value has neither a closing tag nor a limit.
     """
@@ -279,7 +282,9 @@ def _guess_closing_tag(
 
 
 def _next_tag_start(text: str, value_start: int, tags: Tags, expected_keys: Collection[str]) -> int:
-    """Return the start of the next expected argument or of the call's end, or the text's length if there is neither.
+    """Return the start of the next expected argument, or of the tag that ends the call if that comes first.
+
+    Return the text's length if there is neither.
 
     An argument counts only if it follows a line break or a closing tag.
     """

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from .body import ChatBody
 from .rendering import template_variables
 
-# (maximum budget in tokens, effort). Larger budgets are "high".
+# Pairs of (maximum budget in tokens, effort). Larger budgets mean the effort "high".
 EFFORTS = ((2048, "low"), (8192, "medium"))
 BUDGET_VARIABLES = ("thinking_budget", "reasoning_budget")  # names in chat templates
 
@@ -40,7 +40,7 @@ def thinking_variables(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[
         if not request_variables and might_think:
             why = "this model's chat template has no variable for it"
             notes.append(f"{request.field} is left out: {why}")
-    # `_thinking_requests` ignores values of the wrong type.
+    # `_thinking_requests` ignores values of the wrong type, so tell the client about them here.
     for name, expected_type in (("enable_thinking", bool), ("reasoning_effort", str)):
         value = getattr(body, name)
         if value is not None and not isinstance(value, expected_type):
@@ -64,7 +64,7 @@ def _variables_for(request: ThinkingRequest, variable_names: set[str], tokenizer
 
 def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
     """Yield a request for each field that controls reasoning. Later requests take precedence."""
-    # `think` may be true, false or an effort.
+    # `think` may also be an effort such as "low", which is read below.
     switches = (("enable_thinking", body.enable_thinking), ("think", body.think))
     for field, thinks in switches:
         if isinstance(thinks, bool):

@@ -14,8 +14,8 @@ def merge_into_turns(messages: Iterable[Message]) -> list[Message]:
 
     Tool results are sorted into the order of their calls, because most templates do not show ids.
 
-    Agents also send system messages in the middle of a chat. Late system messages become user messages, because many
-    templates reject them, and because moving them to the front would change a prefix that may be in the prefix cache.
+    Agents also send system messages in the middle of a chat. These become user messages: many templates reject late
+    system messages, and moving them to the front would change a prefix that may be in the prefix cache.
     """
     turns: list[Message] = []
     for message in _in_order_of_calls(messages):
@@ -42,7 +42,7 @@ def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
 
     Results that match none of these calls come last.
     """
-    call_numbers: dict[str, int] = {}  # id of a preceding call -> its position
+    call_numbers: dict[str, int] = {}  # maps the id of each preceding call to its position
     for role, group in groupby(messages, lambda message: message.role):
         messages_of_role = list(group)
         if role == "assistant":

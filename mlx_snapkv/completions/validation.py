@@ -108,7 +108,7 @@ def _dotted_path(location: Sequence[str | int], body: Any) -> str:
         try:
             value = value[key_or_member]
         except (LookupError, TypeError):
-            # The last step may be the name of a missing field.
+            # The last part of the location may be the name of a missing field.
             is_missing_field = number == last_number and isinstance(value, dict)
             if not is_missing_field:
                 continue
