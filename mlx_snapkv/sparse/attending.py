@@ -81,7 +81,8 @@ def mask_with_bias(mean_bias: mx.array, n_keys: int, mask: Any = None) -> mx.arr
     Args:
         mean_bias: bias of the means' logits, `(B, n_heads, L, n_means)`.
         n_keys: total number of means and entries.
-        mask: None, "causal" (aligned with the last entry), or bool `(..., L, n_keys)`. Means are never masked.
+        mask: None, "causal" (the last `L` entries are the queries' own), or bool `(..., L, n_keys)`. Means are never
+            masked.
     """
     B, H, L, n_means = mean_bias.shape
     n_entries = n_keys - n_means

@@ -117,7 +117,7 @@ class SparseKVCache(AttendingCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the size in bytes of the index's codes in memory, and of the entries that one token reads."""
+        """Return the size in bytes of the entries and means that a token reads, plus the index's codes in memory."""
         index = self.ranking.view.index
         index_nbytes = 0 if index is None else index.codes.nbytes
         return self._entry_nbytes * self.n_entries + index_nbytes

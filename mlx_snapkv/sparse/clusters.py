@@ -95,7 +95,7 @@ class Clusters(NamedTuple):
 
 @dataclass(frozen=True)
 class CompleteBlocks:
-    """Clusters of a layer's first complete blocks, stored between turns.
+    """The clusters of a layer's complete blocks. `StoredKVCache` keeps them between turns.
 
     Attributes:
         ids: cluster id of each entry, starting from 0 in each block, uint8 `(B, n_kv_heads, n)`.
@@ -138,7 +138,7 @@ class CompleteBlocks:
 
 
 def _concatenate(parts: list[Clusters]) -> Clusters:
-    """Concatenate the clusters of successive entries."""
+    """Concatenate the clusters of successive spans of entries, and renumber them."""
     renumbered_ids: list[mx.array] = []
     n_earlier_clusters = 0
     for part in parts:
@@ -154,7 +154,7 @@ def _sum_by_cluster(counts: mx.array, ids: mx.array, n_clusters: int) -> mx.arra
     """Return the sum of the counts in each cluster, int32 `(B, n_kv_heads, n_clusters)`.
 
     Args:
-        counts: int32 `(B, n_kv_heads, m)`, or a shape that broadcasts to it.
+        counts: int32 `(B, n_kv_heads, m)`, or an array that broadcasts to this shape.
         ids: cluster id of each count, `(B, n_kv_heads, m)`.
         n_clusters: number of clusters.
     """
@@ -180,9 +180,9 @@ def cluster_entries(entries: Any, start: int = 0) -> Clusters:
     for first, stop in spans(start, len(entries)):
         n_clusters = math.ceil((stop - first) / CLUSTER_SIZE)
         ids, mean_keys = k_means(entries.read_keys(first, stop), n_clusters)
-        mx.eval(mean_keys)  # frees the keys before the values are read, possibly from a file
+        mx.eval(mean_keys)  # evaluate now, so that the keys are freed before the values are read
         mean_values = mean_by_cluster(entries.read_values(first, stop), ids, n_clusters)
-        mx.eval(mean_values)  # limits memory to one block
+        mx.eval(mean_values)  # evaluate now, so that the entries of only one block are in memory
         blocks.append(Clusters(ids, mean_keys, mean_values))
     return _concatenate(blocks)
 
@@ -201,7 +201,7 @@ def k_means(keys: mx.array, n_clusters: int) -> tuple[mx.array, mx.array]:
     means = keys[:, :, start_indices]
     for _ in range(K_MEANS_ROUNDS):
         ids = _nearest_centres(keys.astype(mx.float32), means.astype(mx.float32))
-        mx.eval(ids)  # limits memory to one round
+        mx.eval(ids)  # evaluate now, so that the distances of only one round are in memory
         means = mean_by_cluster(keys, ids, n_clusters)
     return ids, means
 
@@ -217,7 +217,7 @@ def mean_by_cluster(entries: mx.array, ids: mx.array, n_clusters: int) -> mx.arr
         n_clusters: number of clusters.
     """
     cluster_ids = mx.arange(n_clusters, dtype=ids.dtype)[:, None]
-    # (B, n_kv_heads, n_clusters, n)
+    # `is_member` has the shape (B, n_kv_heads, n_clusters, n).
     is_member = (ids[:, :, None] == cluster_ids).astype(mx.float32)
     sums = is_member @ entries.astype(mx.float32)
     sizes = is_member.sum(axis=-1, keepdims=True)

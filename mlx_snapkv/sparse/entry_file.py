@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Return the size of a row in bytes. A row is one token of one head."""
+        """Return the size in bytes of a row, which holds one token's numbers for one head."""
         return sum(dtype.size * width for dtype, width in self.parts)
 
     @property
@@ -71,7 +71,7 @@ class Layout:
 
 
 class EntryFile:
-    """An open file with rows of a layer. It is closed when this object is deleted.
+    """An open file with a layer's rows. It is closed when this object is deleted.
 
     Attributes:
         n_rows: number of tokens in the file, or of pages if the file contains page means.
@@ -90,9 +90,10 @@ class EntryFile:
         weakref.finalize(self, self._file.close)
 
     def append(self, stored: Stored) -> None:
-        """Append rows. Raises: OSError; EntryFileError: earlier rows are missing."""
+        """Append rows. Raises: OSError: writing failed; EntryFileError: earlier rows are missing."""
         data_start = self.n_rows * self.layout.token_bytes
-        self._require_size(data_start)  # without this check, the system would fill a gap with zeros
+        # Without this check, the system would fill in missing rows with zeros.
+        self._require_size(data_start)
         data = self.layout.to_bytes(stored)
         write_at(self._file, data, data_start)
         self.n_rows += len(data) // self.layout.token_bytes
@@ -179,7 +180,7 @@ class SavedFile(EntryFile):
         self._require_size(n_rows * layout.token_bytes)
 
     def _map_rows(self, positions: np.ndarray) -> np.ndarray:
-        """Map the file, and verify the checksums of the pieces at `positions` that have not been verified yet."""
+        """Map the file, and verify any pieces that contain `positions` and have not been verified yet."""
         rows = super()._map_rows(positions)
         pieces_to_read = positions // self._piece_size
         unchecked_pieces = np.unique(pieces_to_read[self._is_unchecked[pieces_to_read]])

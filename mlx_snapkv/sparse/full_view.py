@@ -49,7 +49,7 @@ class FullView(Entries):
         return self._joined_view.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """Return a new view of these entries, to which `extend` can add entries from `view`. The index is copied."""
+        """Return a copy of this view and its index. `extend` can add entries from `view` to the copy."""
         these_entries = JoinedView([self._joined_view])
         these_entries.limit = len(self)  # because the stores may grow
         longer_view = FullView([these_entries, view], self.layer)
@@ -77,8 +77,8 @@ class FullView(Entries):
         """Index all keys. Return None if there are too few keys for an index.
 
         Args:
-            queries: sample of the queries that will search the index, `(B, n_heads, n, head_dim)`. If several layers
-                read the entries, their heads are concatenated. None weighs all channels equally.
+            queries: sample of queries that sets the channel weights, `(B, n_heads, n, head_dim)`. If several layers
+                read the entries, it has the query heads of all these layers. None weighs all channels equally.
         """
         n_keys = len(self)
         if not ranks_by_index(n_keys):

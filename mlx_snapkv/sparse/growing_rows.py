@@ -1,4 +1,4 @@
-"""Arrays whose rows grow with the text, such as an index's codes.
+"""Arrays that gain rows as the text grows, such as an index's codes.
 
 The first rows are in memory, and later rows may be in a file. Rows in the file never change, so copies share them.
 """
@@ -37,6 +37,8 @@ MakeSpill = Callable[[], SpillFile]
 class GrowingRows:
     """An array of rows `(B, n_kv_heads, n, ...)` that can be appended to and truncated.
 
+    The rows are in up to three places:
+
         [0 : n_first)                    in memory; all rows if there is no spill file
         [n_first : n_first + n_spilled)  in the spill file, in whole blocks
         [n_first + n_spilled : n)        in memory
@@ -44,7 +46,8 @@ class GrowingRows:
     Args:
         empty: arrays with 0 rows, which define dtypes and shapes.
         entries_per_row: number of entries that a row summarises: the page size for page means, otherwise 1.
-        make_spill: creates a file for rows beyond the first `ENTRIES_IN_MEMORY` entries. None keeps all rows in memory.
+        make_spill: creates the spill file, for the rows of all but the first `ENTRIES_IN_MEMORY` entries. None keeps
+            all rows in memory.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class GrowingRows:
             block_start = block_stop - self._rows_per_block
             read_block = self._block_readers.pop()
             n_left_in_block = n - block_start
-            # If the block is cut in the middle, its first rows return to memory.
+            # If only part of the block is dropped, move the rest back to memory.
             if n_left_in_block > 0:
                 self._last_rows = _Buffer(slice_rows(read_block(), 0, n_left_in_block))
             block_stop = block_start
@@ -156,8 +159,8 @@ class GrowingRows:
         """Return the rows `[start, stop)` for a matrix product. Further rows may follow them in the result.
 
         MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and may copy the slice on other backends.
-        Therefore, if the rows are the first 7/8 or more of an array, the whole array is returned. Otherwise, the rows
-        are copied. They must be in a single array; see `spans`.
+        Therefore, if the rows start at the beginning of an array and make up at least 7/8 of it, the whole array is
+        returned. Otherwise, the rows are copied. The rows must be in a single array; see `spans`.
         """
         stored, first_row, stop_row = self._locate(start, stop)
         covers_most_rows = first_row == 0 and stop_row >= 7 / 8 * count_rows(stored)
@@ -193,7 +196,7 @@ class GrowingRows:
 
 
 class _Buffer:
-    """Rows in memory: `n_used` used ones, followed by unused ones."""
+    """Rows in memory. The first `n_used` are in use, and the others are free."""
 
     def __init__(self, stored: Stored):
         self.stored = stored

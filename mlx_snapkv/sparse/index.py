@@ -92,13 +92,14 @@ class KeyIndex:
         """Index the next tokens' keys, `(B, n_kv_heads, L, head_dim)`."""
         centred_keys = keys.astype(mx.float32) - self._mean
         self.codes.append(mx.quantize(centred_keys @ self._key_projection, **MXFP4))
-        mx.eval(self.codes.in_memory)  # limits memory to one block
+        # Evaluate now, so that the temporary arrays of only one call are in memory.
+        mx.eval(self.codes.in_memory)
 
     def is_outgrown_by(self, n: int) -> bool:
         """Return whether `n` is at least twice the number of keys when the sample was taken.
 
-        Later keys differ from the sampled ones, at least in their rotation by RoPE, so the components fit them less
-        well.
+        Keys added since then differ from the sampled ones, at least in their rotation by RoPE, so the components fit
+        them less well.
         """
         return n >= 2 * self.n_keys_at_sampling
 

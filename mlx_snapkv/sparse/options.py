@@ -156,7 +156,7 @@ class Sparse(Hyperparameters):
         return "budget" if self.top_k is not None else None
 
     def entries(self, n_prompt: int) -> int:
-        """Return the maximum number of a prompt's entries that an answer token reads per KV head."""
+        """Return how many of a prompt's entries an answer token may read per KV head."""
         if self.budget is None:
             return max(MIN_BUDGET, n_prompt // BUDGET_SHARE)
         return amount(self.budget, n_prompt)
@@ -183,7 +183,8 @@ class Sparse(Hyperparameters):
 
         Args:
             n_prompt: prompt length in tokens.
-            n_cheap: number of entries whose attention costs at most `CHEAP_SHARE` of the model's other matrix products.
+            n_cheap: number of entries whose attention costs `CHEAP_SHARE` times as much as the model's other matrix
+                products.
         """
         if self.read_top_k is None:
             n_chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)

@@ -15,7 +15,7 @@ from .options import PAGE_SIZE
 
 
 class PageMeans:
-    """Mean keys of a layer's first pages. If entries are in files, a long text's later means are in a file too."""
+    """Mean keys of a layer's first pages. If entries are in files, some of a long text's means are too."""
 
     _means: GrowingRows | None = None  # None until the first means are computed
     _quantization: Quantization | None = None
@@ -82,7 +82,7 @@ class PageMeans:
 def page_means(entries: mx.array) -> mx.array:
     """Average entries `(B, n_kv_heads, n, head_dim)` page by page, where `n` is a multiple of `PAGE_SIZE`.
 
-    Sums are float32 because float16 could overflow.
+    Sums are float32, because float16 sums could overflow.
     """
     pages = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE_SIZE))
     return pages.mean(axis=3).astype(entries.dtype)

@@ -85,7 +85,7 @@ class PageRanking:
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
 
     def _choice(self, start: int) -> _Choice | None:
-        """Return the choice of a chunk at `start`, or None if the chunk reads all earlier entries."""
+        """Return what a chunk that starts at `start` chooses, or None if it reads all earlier entries."""
         reach = self._last_reach if start >= self._last_from else self._reach
         window_start = max(0, start - reach.n_window)
         stop_page = window_start // PAGE_SIZE
@@ -116,7 +116,7 @@ class PageRanking:
 
 
 class _Choice(NamedTuple):
-    """A chunk chooses `n_pages` of the pages from the end of the sink to `stop_page`, where the window starts."""
+    """A choice of `n_pages` pages from those between the sink and `stop_page`, where the window starts."""
 
     stop_page: int
     n_pages: int
@@ -132,8 +132,8 @@ def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.ar
     if len(mean_readers) == 1:
         [read_all_means] = mean_readers
         return _largest_shares_of_array(queries, read_all_means())
-    # Compute the logits twice, one part at a time, so that memory does not grow with the text: first for the softmax
-    # denominators, then for the shares.
+    # Read the means in parts, so that memory does not grow with the text. Each part's logits are computed twice: in the
+    # first loop for the softmax denominators, and in the second loop for the shares.
     log_total = mx.array(-mx.inf)
     for read_means in mean_readers:
         logits = grouped_logits(queries, read_means())
@@ -166,7 +166,7 @@ def _largest_shares_of_array(queries: mx.array, means: mx.array) -> mx.array:
 
 
 def _shares_of_queries(queries: mx.array, means: mx.array) -> mx.array:
-    """Return the log of each page's largest attention share over `(B, n_kv_heads, n, head_dim)` queries."""
+    """Return the log of each page's largest attention share over queries `(B, n_kv_heads, n, head_dim)`."""
     logits = queries @ means.mT
     log_totals = mx.logsumexp(logits, axis=-1, keepdims=True)
     return (logits - log_totals).max(axis=2)

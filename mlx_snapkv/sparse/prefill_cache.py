@@ -27,8 +27,8 @@ class SparsePrefillKVCache(AttendingCache):
         ranking: selects the entries that a chunk reads.
 
     Attributes:
-        n_read: largest number of earlier entries that a chunk read after choosing some of them. None if no chunk has
-            chosen entries.
+        n_read: largest number of earlier entries that a chunk has read, not counting chunks that read all of them. None
+            if every chunk has read all of them.
     """
 
     keys = keys_property(lambda cache: cache.stored.growing)
@@ -102,7 +102,7 @@ class SparsePrefillKVCache(AttendingCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the size in bytes of all entries in memory."""
+        """Return the size in bytes of the entries that are in memory."""
         return self.stored.nbytes
 
     def empty(self) -> bool:

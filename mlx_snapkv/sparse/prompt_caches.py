@@ -73,7 +73,7 @@ def store_quantization(
 def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
     """Copy a prompt cache's entries to the store of `sparse`, and return the new caches.
 
-    Caches that already use this store are shared with the original.
+    Full-attention caches that already use the same kind of store are shared with the original.
 
     Raises: SnapKVError: the prompt cache is compressed or is missing entries, or the store does not support the model
         or can't be written.

@@ -33,8 +33,8 @@ TEMPERATURES = (1.0, 0.75, 0.5)  # candidates for `t`
 # four times as long. For SmolLM2-135M, it would lower the KL divergence from the full cache's predictions from 0.0090
 # to 0.0077 after a prompt of 1,400 tokens, but make no difference after 6,000.
 FITTING_QUERIES = 4
-# Full attention to the middle (see `Example`) is estimated from at most this many entries. In a long text, these are a
-# sample.
+# Full attention to the middle (see `Example`) is computed from at most this many entries. If the middle has more, only
+# a sample of its entries is used.
 SAMPLED_ENTRIES = 1 << 16
 SAMPLED_RUN = 256  # the sample consists of runs of this many adjacent entries
 
@@ -47,7 +47,7 @@ class Residual(NamedTuple):
 
     Attributes:
         clusters: clusters of all entries.
-        choosable: number of each cluster's entries that tokens choose among, `(B, n_kv_heads, n_clusters)`.
+        choosable: how many of each cluster's entries tokens choose among, `(B, n_kv_heads, n_clusters)`.
         log_mass: each head's log `a`, or `HIDDEN_LOGIT` if a = 0, `(B, n_kv_heads, group, 1, 1)`.
         temperature: each head's `t`, of the same shape.
     """
@@ -162,8 +162,8 @@ class Example:
     def sampled_spans(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
         """Yield `(spans, n_represented)`. Each entry in the spans represents `n_represented` entries of the text.
 
-        The spans of one item are read together. In a short text, they cover all entries. In a long text, they cover
-        everything outside the middle, and a sample of the middle.
+        The spans in one item are read together. If the text is short, the items cover all of it. If it is long, they
+        cover everything outside the middle, and a sample of the middle.
         """
         n_entries = self.is_read.shape[-1]
         # A run is `SAMPLED_RUN` adjacent entries. Runs `[first_run, stop_run)` lie entirely in the middle.
@@ -198,7 +198,7 @@ class Example:
 
 
 def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
-    """Measure how far each head's output is from full attention, for each (mass, temperature) in `PAIRS`.
+    """Measure how far each head's output is from full attention's, for each (mass, temperature) in `PAIRS`.
 
     Args:
         entries: object with a length, and with `read_keys(start, stop)` and `read_values(start, stop)`, which return
@@ -268,7 +268,8 @@ def best_factors(squared_distances: mx.array) -> tuple[mx.array, mx.array]:
     """
     best_pair = mx.argmin(squared_distances, axis=0)
     masses, temperatures = zip(*PAIRS)
-    # Return separate arrays rather than views of one array, which a kernel would copy for every token.
+    # Look up masses and temperatures separately. Views of one array of pairs would not be contiguous, so a kernel would
+    # copy them for every token.
     mass, temperature = mx.array(masses)[best_pair], mx.array(temperatures)[best_pair]
     finite_log_mass = mx.log(mx.maximum(mass, SMALLEST_MASS))
     log_mass = mx.where(mass > 0, finite_log_mass, HIDDEN_LOGIT)

@@ -184,7 +184,8 @@ class TokenRanking:
         read_masks: list[mx.array] = []  # one for each query
         for i in range(len(queries.indices)):
             read_masks.append(self._mask_of_read_entries(queries.between(i, i + 1)))
-            mx.async_eval(read_masks)  # limits memory to the scores of one query
+            # Evaluate the masks one by one, so that the scores of only one query are in memory.
+            mx.async_eval(read_masks)
         first_position = queries.indices.start
         window_start = max(self.n_sink, first_position - self.n_window)
         example = Example(

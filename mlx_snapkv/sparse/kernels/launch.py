@@ -8,8 +8,8 @@ counts are passed in the array `params`, so that kernels are not recompiled when
     2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 threadgroups of `score`
     3 choice_stop       7 capacity of own_keys
 
-Each call launches kernels and no other MLX operations. It passes the caches' whole buffers, including unused rows,
-because MLX would copy a slice.
+`choose` and `attend` launch kernels and no other MLX operations. They pass the caches' whole buffers, including unused
+rows, because MLX would copy a slice.
 """
 
 from __future__ import annotations

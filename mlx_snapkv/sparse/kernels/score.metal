@@ -12,7 +12,7 @@
   //   block_maxima  (n_heads, n_blocks) float32, largest logit in each block
   //   offsets       (n_heads, n_scored) half, logit minus the block's maximum, at least -65504
   //
-  // An infinite or NaN logit counts as the lowest.
+  // Infinite and NaN logits are replaced by LOWEST.
   constexpr uint K = (D + 63) / 64 * 32;                 // components: half of D, in whole groups of 32
   constexpr uint WORDS = K / 8, POWERS = K / 32;
   constexpr uint EACH = SCORE_BLOCK / THREADS;           // entries per thread
@@ -54,7 +54,7 @@
 
   for (uint block = threadgroup_position_in_grid.x; block < n_blocks; block += n_groups) {
     // A thread takes the block's entries tid, tid + THREADS, ..., so that neighbouring threads read neighbouring
-    // entries. Beyond the end, it repeats the last entry, which does not affect the maximum.
+    // entries. Past the last entry, it reads the last entry again, which does not affect the maximum.
     float logit[EACH][GROUP];
     uint row[EACH];
     UNROLL for (uint e = 0; e < EACH; e++) {

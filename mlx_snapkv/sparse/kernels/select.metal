@@ -17,7 +17,7 @@
   threadgroup atomic_uint histogram[256], selected[MAX_MEANS];
   threadgroup float largest[GROUP];
   threadgroup uint simd_better[SIMD_GROUPS], simd_equal[SIMD_GROUPS];
-  // cut[0]: bits of the last selected rank that are known so far. cut[1]: how many entries with these bits to select.
+  // cut[0]: the bits of the last selected rank, as far as known. cut[1]: how many entries with these bits to select.
   threadgroup uint cut[2];
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
   const uint simd = simdgroup_index_in_threadgroup, kv_head = threadgroup_position_in_grid.x;
@@ -37,7 +37,7 @@
   for (uint c = tid; c < n_means; c += THREADS) atomic_store_explicit(&selected[c], 0u, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // A rank is an entry's negated score as the bits of a half. The bits increase with the number.
+  // A rank is an entry's negated score, as the bits of a half. The number is at least 0, so its bits increase with it.
   for (uint i = first + tid; i < stop; i += THREADS) {
     float score = LOWEST;
     for (uint g = 0; g < GROUP; g++) {

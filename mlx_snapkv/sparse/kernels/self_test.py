@@ -61,7 +61,7 @@ def _self_test_failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None
 
 
 def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Compare the kernels with the plain path on random entries. Describe the difference, if there is one."""
+    """Compare the kernels with the plain path on random entries. Return how they differ, or None if they agree."""
     case = _Case(head_dim, group, dtype)
     positions, n_unread = choose(
         case.queries,
@@ -114,7 +114,7 @@ class _Case:
         n_heads = N_KV_HEADS * group
         self.scale = head_dim**-0.5
         seeds = mx.random.split(mx.random.key(73), 7)  # one for each random array
-        # Imitate real keys: their channels differ in magnitude, and a common vector is added to all of them.
+        # Imitate real keys, whose channels differ in magnitude, and whose mean is far from 0.
         channel_sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
         self.queries = mx.random.normal((1, n_heads, 1, head_dim), key=seeds[1]).astype(dtype)
         self.prompt = _random_buffers(channel_sizes, N_PROMPT, dtype, seeds[2])

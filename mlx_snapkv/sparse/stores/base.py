@@ -41,7 +41,7 @@ class EntryView(ABC):
 
 
 class Store(EntryView):
-    """A layer's entries, which can be appended to and truncated.
+    """A view of a layer's entries that can also append entries, and drop the last ones.
 
     Subclasses with a `name` are registered, and can be selected with the option `store=NAME`.
     """
@@ -119,7 +119,7 @@ class JoinedView(EntryView):
         return view.buffers
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield each view that overlaps `[start, stop)`, with the start and stop of the overlap in the view."""
+        """Yield each view that overlaps `[start, stop)`, and where in the view the overlap starts and stops."""
         view_start = 0  # position of the view's first entry
         for view in self._views:
             first_in_view = max(start - view_start, 0)

@@ -26,7 +26,11 @@ class _FilePair(EntryView):
 
     @property
     def may_grow(self) -> bool:
-        """Return whether entries can be appended. Saved files, and files that contain later entries, can't grow."""
+        """Return whether entries can be appended.
+
+        Saved files never grow. Other files can't grow if they contain more than `n_entries` entries, because a copy of
+        the store may use the additional ones.
+        """
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
