@@ -2,14 +2,14 @@
 
 All functions build lazy graphs. A long prompt is processed in blocks. Each block takes a few queries of one KV head and
 all of the head's keys, so that the softmax is a single operation. `mx.depends` makes each block wait for the previous
-one. Blocks are small because MLX allocates the results of some later blocks in advance.
+one. Even so, MLX allocates the results of some later blocks in advance, so blocks are small.
 
 Keys are copied to float32, one head at a time, because MLX rounds the product of half-precision arrays to their dtype.
 float16 overflows above 65,504, and Qwen2.5's logits are larger than that because its keys have large biases. bfloat16
-has fewer than three significant digits, too few to rank large logits. A vote has many queries, so copying the keys is
-cheaper than converting the logits. A decoded token has few queries, and for these the copy is expensive: five times as
-many bytes are read. Only short texts pay this price, because the entries of longer texts are ranked by an index
-(`sparse.index.ranks_by_index`).
+has fewer than three significant digits, too few to rank large logits. A vote on a prompt has many queries, so copying
+the keys is cheaper than converting half-precision logits to float32 would be. A decoded token has few queries, and for
+these the copy is expensive: five times as many bytes are read or written. With sparse attention, only short texts pay
+this price, because the entries of longer texts are ranked by an index (`sparse.index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,7 @@ class KeyReader:
 
 
 def attention_votes(keys: KeyReader, queries: Queries) -> mx.array:
-    """Compute SnapKV's votes (section 3, "Voting"), `(B, n_kv_heads, T)` float32.
+    """Compute SnapKV's votes (section 3 of its paper, "Voting"), `(B, n_kv_heads, T)` float32.
 
     Votes are causal softmax weights, summed over the queries and averaged over the query heads of each GQA group.
     """
@@ -65,7 +65,8 @@ def latest_votes(keys: KeyReader, queries: Queries, voter_counts: Sequence[int])
     group_size = _group_size(keys, queries)
     first_voters = n_queries - np.array(voter_counts)[:, None]
     is_voter = np.arange(n_queries) >= first_voters
-    # The same queries vote in every query head of a GQA group: `(len(voter_counts), group_size * n_queries)`.
+    # `voter_mask` is `(len(voter_counts), group_size * n_queries)`. It repeats `is_voter` for each query head of a GQA
+    # group, because the same tokens' queries vote in every head.
     voter_mask = mx.array(np.tile(is_voter, (1, group_size)).astype(np.float32))
 
     def sum_of_voters(weights: mx.array, rows: slice) -> mx.array:
@@ -108,13 +109,15 @@ def attention_weights(keys: KeyReader, queries: Queries) -> mx.array:
 def _sum_over_blocks(
     keys: KeyReader, queries: Queries, sum_queries: Callable[[mx.array, slice], mx.array]
 ) -> mx.array:
-    """Add up `sum_queries(weights, rows)` over all blocks of queries: `(B, n_kv_heads, m, T)`.
+    """Add up `sum_queries(weights, rows)` over each KV head's blocks of queries.
 
     Args:
         keys: reads keys `(B, n_kv_heads, T, head_dim)`.
         queries: the queries with their indices.
         sum_queries: takes a block's softmax weights `(B, n, n_rows, T)` for `n` KV heads, and `rows`, the block's slice
             of each KV head's `group_size * n_queries` queries. Returns `(B, n, m, T)`.
+
+    Returns: `(B, n_kv_heads, m, T)`.
     """
     group_size = _group_size(keys, queries)
     sums: list[mx.array] = []  # one per slice of KV heads

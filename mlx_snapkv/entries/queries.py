@@ -80,7 +80,7 @@ _callback: ContextVar[Callback | None] = ContextVar("on_queries", default=None)
 def on_queries(callback: Callback) -> Iterator[None]:
     """Inside the `with` block, call `callback(cache, queries)` whenever a cache records queries in this thread.
 
-    `queries` belong to the newest `L` tokens, `(B, n_heads, L, head_dim)`.
+    `queries`, `(B, n_heads, L, head_dim)`, are those of the newest `L` tokens.
     """
     reset_token = _callback.set(callback)
     try:

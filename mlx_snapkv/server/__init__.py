@@ -3,4 +3,5 @@
 It answers requests in batches, optionally with cache compression or sparse attention.
 """
 
-BILLING = "x-anthropic-billing-header"  # name of a line in Claude Code's system prompts that changes with every request
+# Claude Code's system prompts start with a line of this name. The line is different in every request.
+BILLING = "x-anthropic-billing-header"

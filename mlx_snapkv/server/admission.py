@@ -25,7 +25,7 @@ class Limits:
 
     Attributes:
         concurrency: maximum number of requests answered at the same time.
-        queue: number of requests that are accepted beyond `concurrency`. They wait for their turn.
+        queue: number of requests to accept on top of `concurrency`. They wait for their turn.
         context: maximum prompt length in tokens. None means no limit.
         kv_bytes: KV memory limit for all requests and the prefix cache, in bytes; see `Memory`.
     """
@@ -52,8 +52,8 @@ class Admission:
 
     Attributes:
         bounds: the model's limits.
-        context: context length to report to clients, in tokens: the user's limit, if set, otherwise the model's trained
-            length. Prompts can exceed the trained length. None if neither is known.
+        context: context length to report to clients, in tokens. This is the user's limit or, without one, the model's
+            trained length, which prompts can exceed. None if there is no limit and the trained length is unknown.
     """
 
     def __init__(self, limits: Limits, loaded: Loaded, options: dict[str, Any], metrics: Metrics):
@@ -101,7 +101,7 @@ class Admission:
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
     def memory_for(self, body: Body) -> Memory:
-        """Return the `Memory` for full caches if the body sets `full_cache`, else for `options`."""
+        """Return the `Memory` for full caches if the body sets `full_cache`, otherwise for the server's options."""
         return self._full_cache_memory if body.full_cache else self._memory
 
     def memory_need(self, body: Body, request: CompletionRequest) -> Need:
@@ -110,7 +110,7 @@ class Admission:
         Log a warning if the prompt exceeds the model's trained length.
 
         Raises:
-            NeverFits: the request needs more than the limit.
+            NeverFits: the request needs more memory than the limit.
             SnapKVError: the policy does not support the request.
         """
         n_prompt = len(request.prompt)

@@ -1,4 +1,4 @@
-"""Find or remove lines of system prompts that change with every request, such as the time.
+"""Find or remove system prompt lines that change with every request, such as the current time.
 
 The prefix cache can reuse only the text before such a line. Everything after it has to be read again.
 """
@@ -12,7 +12,9 @@ from typing import TypeGuard
 from ..completions.body import Body, ChatBody
 from .log import LoggedOnce
 
-REMEMBERED = 8  # number of system prompts to remember, because several clients can take turns
+# Each system prompt is compared with this many earlier ones. One is not enough, because several clients can take turns,
+# each with its own system prompt.
+REMEMBERED = 8
 MAX_CHANGED_LINES = 3  # prompts that differ in more lines count as unrelated
 MIN_REREAD = 400  # warn only if at least this many characters follow the changed line
 MAX_LINE_LENGTH = 60  # maximum length of a line in the warning, in characters

@@ -44,7 +44,7 @@ class Checkpoints:
         sparse = config.sparse
         self._reads_sparsely = sparse is not None and sparse.read == "sparse"
         self._keeps_all_entries = not config.evicts_in_blocks
-        # If all queries vote, trimming removes tokens but not their votes.
+        # If all queries vote, caches can't be trimmed, because that would remove tokens but keep their votes.
         accumulates_attention = (
             compress is not None and compress.decode_policy.accumulates_attention
         )
@@ -83,10 +83,10 @@ class Checkpoints:
 
         There are up to two checkpoints:
 
-        - For prompts with the same system messages: `_n_unshared - 1` tokens before the end of these messages. Even a
-          prompt with a one-token question can continue from there.
-        - For prompts that repeat or continue this one: before the last `_n_unshared` tokens. If the template starts
-          reasoning in the prompt, the checkpoint is also before the start of reasoning.
+        - For prompts with the same system messages: `_n_unshared - 1` tokens before the end of these messages. A prompt
+          has at least one more token after them, so at least `_n_unshared` of its tokens remain to be read.
+        - For prompts that repeat or continue this one: before the last `_n_unshared` tokens or, if the template starts
+          reasoning earlier than that in the prompt, before the start of reasoning.
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []

@@ -33,7 +33,8 @@ class News(NamedTuple):
     Attributes:
         new_requests: accepted requests, which join the queue.
         cancelled_numbers: the `number` of each cancelled request.
-        starts_next: whether the first waiting request leaves the queue. It then starts, unless it is cancelled.
+        starts_next: whether to take the first waiting request off the queue and start it. If it is cancelled, it is
+            taken off but not started.
         engine_ends: whether the engine stops.
     """
 
@@ -46,13 +47,13 @@ class News(NamedTuple):
 class Engine:
     """Answers requests in its own thread, which owns the device.
 
-    If a request fails, only that request ends. If a step of the batch fails, all of its requests end, and the engine
+    If a request fails, only that request ends. If a step of the batch fails, all running requests end, and the engine
     continues with a new batch.
 
     With several Macs, rank 0 receives the requests. Before every step it shares what only it knows: new requests,
     cancelled requests, whether the next request may start, and whether to stop. If a step fails on one rank, the
-    process of that rank exits, because the other ranks are waiting for it inside the model. mlx.launch then ends the
-    other processes.
+    process of that rank exits, and mlx.launch then ends the other processes. Otherwise, the other ranks would keep
+    waiting inside the model for the failed one.
 
     Args:
         load: loads the model. It is called in the engine's thread, because MLX binds arrays to the thread that creates
@@ -248,7 +249,7 @@ class Engine:
         return self._waiting_requests.popleft() if news.starts_next else None
 
     def _collect_news(self) -> News:
-        """Accept new requests, note cancelled ones, and make room for the next one. Called only on rank 0."""
+        """Accept new requests, note cancelled ones, and decide whether the next may start. Called only on rank 0."""
         new_requests = list(self._accept_submitted())
         self._waiting_requests.extend(new_requests)
         unfinished = [*self.batch.running.values(), *self._waiting_requests]
@@ -289,12 +290,12 @@ class Engine:
         request.completion_request = memory.limit_answer(unlimited_request)
 
     def _admit_next(self) -> bool:
-        """Return whether the first waiting request may start. If so, make room for it in memory."""
+        """Return whether to take the first waiting request off the queue. If it will start, make room in memory."""
         if not self._waiting_requests:
             return False
         first_waiting = self._waiting_requests[0]
         if first_waiting.number in self._cancelled_numbers:
-            return True  # a cancelled request needs no room, and only leaves the queue
+            return True  # a cancelled request is dropped instead of started, so it needs no memory
         running = list(self.batch.running.values())
         kv_bytes = self.batch.generator.prompt_cache_nbytes
         return self._admission.admit(first_waiting, running, kv_bytes)
@@ -304,15 +305,16 @@ class Engine:
 
         Raises: ApiError: the server is shutting down.
         """
-        if n_ranks() == 1:  # several ranks must finish the chunk together
+        # If there were other ranks, they would wait inside the model for this one.
+        if n_ranks() == 1:
             self.require_alive()
 
     def _fail_running(self, error: Exception) -> None:
         """End all running requests after a failed step, and create a new batch. With several Macs, exit instead."""
         log.error("a step failed", exc_info=error)
         if n_ranks() > 1:
-            # The other ranks are waiting for this one inside the model. `_exit` does not flush, so write to stderr
-            # directly.
+            # The other ranks are waiting for this one inside the model, so exit at once: mlx.launch then ends them.
+            # `_exit` does not flush buffers, so write to stderr directly.
             stderr = 2
             os.write(stderr, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())
             os._exit(1)

@@ -116,7 +116,7 @@ async def _events(
 
 
 async def _require_ongoing(request: Request, seconds: float) -> None:
-    """Check that a request that arrived `seconds` ago still needs an answer.
+    """Check that the server should still answer a request that arrived `seconds` ago.
 
     Raises: ClientDisconnect: the client has left; ApiError: the request has timed out, or the server is shutting down.
     """
@@ -139,7 +139,7 @@ async def _stream(
 
     Args:
         first_chunks: encoded events from before the stream started.
-        events: the engine's later events.
+        events: the engine's remaining events.
         formatter: formats events for the client's API.
         request_id: id of the HTTP request, for error messages.
     """

@@ -98,7 +98,7 @@ class Block:
     """A part of an answer in Anthropic's Messages or OpenAI's Responses API.
 
     Attributes:
-        call: the tool call in OpenAI's format. None for other kinds.
+        call: the tool call in OpenAI's format. None for other kinds of block.
         text: the reasoning, the text, or the call's arguments.
         index: the block's position in the answer. None until the block is sent.
     """
@@ -166,7 +166,7 @@ class BlockFormatter(ResponseFormatter):
         """Add text to the open block, or to a new one if the open block is of a different kind.
 
         A new block is sent once it has a visible character, together with the whitespace before that character. Blocks
-        of whitespace are dropped, except a text block at the end of an answer that is only whitespace.
+        of whitespace are dropped. But if a whole answer is whitespace, and its last block is text, that block is sent.
         """
         if not text:
             return

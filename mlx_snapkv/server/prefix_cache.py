@@ -22,8 +22,8 @@ class PrefixCache:
     Caches that can be trimmed are used for any prompt that shares their first tokens. Other caches, such as compressed
     ones, are used only for prompts that start with all of their tokens.
 
-    When the limit is exceeded, prefixes that are covered by another one are evicted first, such as older prompts about
-    the same document. Then the oldest prefixes are evicted.
+    When the limit is exceeded, prefixes that another one covers, such as an older prompt about the same document, are
+    evicted first. Then the oldest prefixes are evicted.
 
     Attributes:
         max_bytes: limit for caches in memory and in temporary files. Arrays shared by two caches count twice.

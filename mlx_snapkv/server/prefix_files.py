@@ -1,4 +1,4 @@
-"""Prefixes in files, which outlive the server."""
+"""Prefixes that are stored in files, so they outlive the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .prefix import Prefix, as_ids, longest_prefix
 
 NAME_DIGITS = 32  # number of hexadecimal digits in a file name
 FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
-# At startup, unfinished files are removed if they were not written to for this long.
+# At startup, unfinished files are removed if they have not been written to for this long.
 ABANDONED_SECONDS = 3600
 
 
@@ -45,8 +45,8 @@ class PrefixFiles:
         folder: the folder, created if missing.
         max_bytes: limit for all prefixes in the folder, including those of other settings and servers.
         model: the served model.
-        setting: everything that entries depend on besides the model: tokenizer, policy, store. Files that were written
-            for another model or setting are ignored.
+        setting: everything that entries depend on besides the model, such as the policy, the quantisation and the
+            tokenizer. Files that were written for another model or setting are ignored.
 
     Attributes:
         prefixes: the usable prefixes, without their caches.

@@ -28,7 +28,12 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether the response to a complete request is unfinished. If so, the connection stays open."""
+        """Keep the connection open if the client's request is complete but the response is not.
+
+        asyncio calls this when the client has closed its sending side.
+
+        Returns: whether the connection stays open.
+        """
         exchange = self.cycle  # uvicorn's state for the current request and response
         if exchange is None or exchange.more_body or exchange.response_complete:
             return False

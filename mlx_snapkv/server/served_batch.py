@@ -107,7 +107,8 @@ class ServedBatch:
     def remove(self, numbers: Collection[int]) -> None:
         """Remove the cancelled requests with the given numbers.
 
-        If `Checkpoints` allows it, store the caches of a prompt that was being read, for a retry.
+        If `Checkpoints` allows it, store the caches of prompts that were still being read, so that a retry can continue
+        from them.
         """
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
