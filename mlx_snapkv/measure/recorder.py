@@ -21,7 +21,7 @@ class Attended:
         positions: int32 `(n_answer, n_layers + 1, n)`, positions of the prompt tokens with the most attention, in
             descending order of attention. The last index of the second axis is the mean over all layers. Unused
             elements are -1.
-        weights: float32 `(n_answer, n_layers + 1, n)`, the share (0 to 1) of the attention that each of them gets.
+        weights: float32 `(n_answer, n_layers + 1, n)`, the share (0 to 1) of the attention that each position gets.
         own: float32 `(n_answer, n_layers + 1)`, the share of the attention that earlier answer tokens get.
         n_before: number of answer tokens predicted before compression.
     """
