@@ -7,7 +7,7 @@ from .prerequisites import require_prerequisites
 
 
 def main() -> None:
-    """Check the prerequisites and run the command line.
+    """Check the prerequisites and run the command-line interface.
 
     Until a command calls `raise_on_interrupt`, Ctrl-C ends the process at once instead of raising KeyboardInterrupt.
     """

@@ -50,7 +50,7 @@ def option(
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
-    """Return a field for an integer of at least `least`. If `most` is set, it is the maximum."""
+    """Return a field for an integer of at least `least` and, if `most` is set, at most `most`."""
 
     def is_allowed(value: Any) -> bool:
         return is_whole(value) and least <= value and (most is None or value <= most)
@@ -78,7 +78,7 @@ def choice(*values: str, help: str = "") -> Any:
 
 
 def folder(help: str = "") -> Any:
-    """Return a field for a writable folder, which comparisons ignore. See `option` for `help`."""
+    """Return a field for a writable folder. The field is left out of comparisons. See `option` for `help`."""
     return option(None, is_writable_folder, "a writable folder", help=help, compare=False)
 
 
@@ -113,7 +113,8 @@ def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
     share = _share(n_window)
     if share == 1:
         return None
-    # Start the search at a lower bound. Any budget with enough room is larger, because the window is rounded down.
+    # Start below every budget with enough room. Rounding down makes the window smaller by less than one entry, so such
+    # a budget is larger than (n_beside_window - 1) / (1 - share).
     budget = int((n_beside_window - 1) / (1 - share))
     while budget - amount(n_window, budget) < n_beside_window:
         budget += 1
@@ -200,7 +201,7 @@ class Hyperparameters:
             value: an instance, a dict of its fields, a string such as `"top_k=2048"`, or True for the defaults. For
                 None and False, the result is None.
 
-        Raises: SnapKVError: the value has the wrong type, or a field is not allowed.
+        Raises: SnapKVError: the value has the wrong type, or contains an invalid option.
         """
         if value is None or value is False:
             return None

@@ -178,7 +178,7 @@ def compare(
 ) -> Iterator[Compared]:
     """Answer a prompt greedily with each method, as `generate` would, and yield the answers.
 
-    Policies that choose after prefill share one reading of the prompt.
+    Policies that choose entries after prefill share one reading of the prompt.
 
     Args:
         model: an mlx-lm model.
@@ -325,7 +325,7 @@ class _Comparison:
         return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
 
     def _figures_of(self, name: str, answer: Answer, read_seconds: float) -> Compared:
-        """Return the figures that need no comparison."""
+        """Return an answer's figures, without the comparison with the full cache's answer."""
         times_after_compression = answer.times[answer.n_times_before :]
         tokens_per_second = None
         if len(times_after_compression) > 2:
@@ -362,7 +362,7 @@ def _difference(
         return None
     n_same = common_prefix([full_tokens, tokens])
     text_before = tokenizer.decode(full_tokens[max(0, n_same - N_CONTEXT_TOKENS) : n_same])
-    # If an answer has ended, the text of its token is empty.
+    # If an answer ends before index `n_same`, its token text is empty.
     full_token_text = tokenizer.decode(full_tokens[n_same : n_same + 1])
     token_text = tokenizer.decode(tokens[n_same : n_same + 1])
     return n_same, text_before, full_token_text, token_text

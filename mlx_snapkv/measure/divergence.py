@@ -23,8 +23,8 @@ class Reference:
     Args:
         reading: the prompt, read into full caches.
         tokens: the tokens after the prompt.
-        n_fed: number of `tokens` to feed along with the prompt. The other tokens are judged: their predictions are
-            compared with the full cache's.
+        n_fed: number of `tokens` to feed along with the prompt. The other tokens are judged: a cache's predictions for
+            them are compared with the full cache's.
 
     Attributes:
         prompt: prompt tokens, followed by the first `n_fed` of `tokens`.
@@ -137,8 +137,8 @@ class Reference:
 def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     """Feed `n` known tokens to a cache, and return the logits after each of them, `(n, vocab_size)`.
 
-    The logits are the same as if the tokens were fed one by one. If each token chooses the entries that it reads, each
-    call feeds one token. Otherwise, calls are split only where a cache evicts.
+    The logits are the same as if the tokens were fed one by one. If each token chooses the entries that it reads, the
+    model is called once per token. Otherwise, the tokens are split into several calls only where a cache evicts.
     """
     layers = attention_layers(model, prompt_cache)
     tokens_choose = any(layer.layer_cache_in(prompt_cache).chooses for layer in layers)
@@ -158,5 +158,8 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 
 def divergence(logprobs: mx.array, others: mx.array) -> mx.array:
-    """Return KL(logprobs || others) in nats for each of `n` predictions `(n, vocab_size)`, float32 `(n,)`."""
+    """Return KL(logprobs || others) for each of `n` predictions, in nats.
+
+    Both arguments have shape `(n, vocab_size)`. The result is float32 `(n,)`.
+    """
     return (mx.exp(logprobs) * (logprobs - others)).sum(axis=-1)

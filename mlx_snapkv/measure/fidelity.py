@@ -138,7 +138,7 @@ def _record_keys(
 
 
 def without_lookahead(setting: Setting | None) -> Setting | None:
-    """Return the setting without a lookahead, for text that is compressed before the answer."""
+    """Return the setting without its lookahead, for text that is compressed before an answer begins."""
     if not isinstance(setting, Compress) or not lookahead_of(setting):
         return setting
     decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]
@@ -224,7 +224,7 @@ def _predictions_of_own_reading(
     figures_by_report: list[Record] = []
 
     def note_figures(report: CompressionReport) -> None:
-        # Take the figures now, because the answer adds entries later.
+        # Take the figures now, before the rest of the answer adds entries.
         figures_by_report.append(_cache_figures(reading, cache, report))
 
     predictions = reference.generate(policy, note_figures, prompt_cache=cache)
@@ -247,7 +247,7 @@ def _compressed_cache(
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """Return the mean entry count over layers, the KV bytes, and any reason not to compress."""
+    """Return the mean entry count over layers, the KV bytes and, if the policy compressed nothing, the reason."""
     counts_by_layer = [n_entries for n_entries in report.entries_kept if n_entries is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after

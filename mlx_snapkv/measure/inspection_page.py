@@ -76,7 +76,9 @@ def _token_groups(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
 
 
 def _policy_data(inspection: Inspection, group_by_token: np.ndarray) -> dict[str, Any]:
-    """Return the page's data for one inspection, with groups in place of tokens.
+    """Return the page's data for one inspection.
+
+    Sentences and attended positions refer to token groups, and kept entries to single tokens.
 
     Args:
         inspection: the inspection.
@@ -130,7 +132,7 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
     """
     from matplotlib.figure import Figure
 
-    # The height of each map in inches, with a title and a row per layer.
+    # The height of each map in inches, including its title. Rows get thinner if there are many layers.
     heights = [
         0.9 + 0.22 * min(len(inspection.layers), 3 * MAX_TICKS) for inspection in inspections
     ]

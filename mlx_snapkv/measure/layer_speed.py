@@ -30,8 +30,8 @@ TOKENS_PER_EVALUATION = 8
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
     """Return the lengths at which sparse prefill and decoding become faster than the full cache.
 
-    The speeds come from this machine's speed record. If the record lacks a decoding speed, both are estimated by timing
-    a layer, but only on a GPU. On a CPU, this would take too long.
+    The speeds come from this machine's speed record. If it lacks the speed of full or sparse decoding, both speeds are
+    estimated by timing a layer, but only on a GPU. On a CPU, this would take too long.
 
     Args:
         model: an mlx-lm model. Its weights may be uninitialised.
@@ -46,7 +46,7 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 
 
 def layer_speed(model: Any) -> Speed:
-    """Estimate one token's attention time over all layers, with full and with sparse attention.
+    """Estimate one token's attention time over all layers that can be sparse, with full and with sparse attention.
 
     Only the difference between the two times is meaningful for a whole token, because the rest of the model is not
     timed.

@@ -66,7 +66,7 @@ class SharedKVCache(RecordingKVCache):
         self.recorders = recorders
 
     def record(self, captured: CapturedQueries) -> None:
-        """Pass a call's queries, and the position of the next token, to every recorder."""
+        """Pass the queries of an attention call, and the position of the next token, to every recorder."""
         for recorder in self.recorders:
             recorder.offset = self.offset
             recorder.record(captured)
@@ -124,7 +124,7 @@ class Reading:
             for policy in recorders
         }
         self._share_caches()
-        # Use the same chunk size for any set of policies, so that the entries are also the same.
+        # The chunk size does not depend on the policies, so the entries don't either.
         prefill_options = {"prefill_step_size": largest_chunk(), **options}
         with recording(attention_classes(model)):
             logprobs = read(model, mx.array(list(unread)), caches, prefill_options)
@@ -167,7 +167,7 @@ class Reading:
         )
 
     def full_cache(self) -> list:
-        """Return a prompt cache with all prompt entries. Arrays are shared, and copied on write."""
+        """Return a prompt cache with all prompt entries. It shares the reading's arrays, which are copied on write."""
         n_prompt = len(self.tokens)
         caches = copies_sharing_entries(self._cache_copies[n_prompt], self._layers)
         for layer in self._layers:
@@ -186,7 +186,7 @@ class Reading:
     def answer(self, max_tokens: int, stop_tokens: Collection[int] = ()) -> list[int]:
         """Return the full cache's greedy answer of at most `max_tokens` tokens.
 
-        The answer ends after its first token that is in `stop_tokens`.
+        The answer ends after the first token that is in `stop_tokens`.
         """
         for i in range(max_tokens):
             self._feed_answer(i)  # predicts answer token `i`
@@ -230,7 +230,7 @@ class Reading:
         n_read = n_prompt
         if answering:
             n_read += request.plan.n_fed_before_compression
-        # If answer tokens vote, feed them first.
+        # Feed the answer tokens that vote or that the caches must have read.
         self._feed_answer(max(n_read, request.plan.voters.stop) - n_prompt)
         caches = copies_sharing_entries(self._cache_copies[n_read], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):

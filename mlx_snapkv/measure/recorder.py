@@ -21,8 +21,8 @@ class Attended:
         positions: int32 `(n_answer, n_layers + 1, n)`, positions of the prompt tokens with the most attention, in
             descending order of attention. The last index of the second axis is the mean over all layers. Unused
             elements are -1.
-        weights: float32, same shape, share (0 to 1) of the attention that each token gets.
-        own: float32 `(n_answer, n_layers + 1)`, share that earlier answer tokens get.
+        weights: float32 `(n_answer, n_layers + 1, n)`, the share (0 to 1) of the attention that each position gets.
+        own: float32 `(n_answer, n_layers + 1)`, the share of the attention that earlier answer tokens get.
         n_before: number of answer tokens predicted before compression.
     """
 
@@ -45,7 +45,7 @@ class Recorder:
     Attributes:
         kept: kept positions `(n_kv_heads, n)`, by layer number. Empty if nothing was evicted.
         votes: votes for the kept entries, by layer number. Empty if the policy has no votes.
-        n_heads: number of KV heads in each layer, or 0 before the layer's first call.
+        n_heads: number of KV heads in each layer, or 0 before the layer's first recorded query.
         report: the compression report.
     """
 
@@ -108,9 +108,9 @@ class Recorder:
         self._pending.setdefault(query_position, {})[layer_number] = weights_by_position
 
     def record(self) -> None:
-        """Evaluate the latest calls' attention weights and keep the largest ones for each token.
+        """Evaluate the attention weights from `on_queries`, and store the largest ones for each answer token.
 
-        A token is dropped if the weights of any layer are missing.
+        A token is left out if the weights of any layer are missing.
         """
         pending = self._pending
         self._pending = {}

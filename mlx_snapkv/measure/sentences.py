@@ -56,7 +56,7 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
     # tokens[:start] have spans. tokens[context_start:start] are decoded again as context.
     context_start = start = 0
     context_text = ""
-    incomplete_text = ""  # text of tokens[context_start:], if it ends in mid-character
+    incomplete_text = ""  # text of tokens[context_start:], if it ends mid-character
 
     def decode(start: int, stop: int) -> str:
         ids = list(tokens[start:stop])

@@ -95,7 +95,8 @@ def measure_decoding(model, context: int, policies: list[Setting], steps: int) -
 def _can_decode(model, cache: list[Any]) -> bool:
     """Run the warm-up steps and return whether they succeed.
 
-    For example, mlx-lm can't decode from quantised entries if the model has attention sinks.
+    They fail if mlx-lm does not support this kind of cache for the model, for example a quantised cache for a model
+    with attention sinks.
     """
     try:
         with observing_queries(model, cache):
@@ -141,7 +142,7 @@ def _is_rotating(cache: Any) -> bool:
 def entries_bytes(prompt_cache: list[Any]) -> int:
     """Return the bytes of keys, values and indexes in all caches, including rotating ones.
 
-    With sparse attention, the entries that one token reads are counted in addition to all entries.
+    For a sparse cache, this includes all entries and, on top of them, the entries that one token reads.
     """
     choice_bytes = sum(cache.full_nbytes for cache in layer_caches(prompt_cache) if cache.chooses)
     rotating_bytes = sum(cache.nbytes for cache in all_caches(prompt_cache) if _is_rotating(cache))
