@@ -71,7 +71,9 @@ class Call:
         return q_pe * self.arguments[self.family.query_factor]
 
     def _with_positional_part(self, captured: CapturedQueries, absorbed: bool) -> CapturedQueries:
-        """Return an MLA module's queries with their positional part, `(B, n_heads, L, width)`.
+        """Return an MLA module's captured queries, `(B, n_heads, L, width)`, with their positional parts.
+
+        The positional parts are appended unless the module has already passed them.
 
         Args:
             captured: queries that the module passed to the attention function.

@@ -64,7 +64,7 @@ def from_first_rank(work: Callable[[], T]) -> T:
     """
     if world() is None:
         return work()
-    result_and_error: Any = None  # the result of `work` and its error message, on rank 0
+    result_and_error: Any = None  # stays None on all ranks except rank 0
     if rank() == 0:
         try:
             result_and_error = work(), None
@@ -79,7 +79,8 @@ def from_first_rank(work: Callable[[], T]) -> T:
 
 def _broadcast(value: Any) -> Any:
     """Send rank 0's `value` to all ranks, by summing its bytes with zeros from the other ranks."""
-    # mlx-lm computes ahead in its own stream. Sums in both streams at once could be mixed up.
+    # mlx-lm computes ahead in its own stream, in which a split model sums across ranks, too. Wait for that stream,
+    # because sums in both streams at once could be mixed up.
     mx.synchronize(generation_stream)
     is_rank_0 = rank() == 0
     pickled = np.frombuffer(pickle.dumps(value) if is_rank_0 else b"", np.uint8)

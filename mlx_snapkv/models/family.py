@@ -16,8 +16,8 @@ class AttentionFamily:
         module: name of the file in `mlx_lm.models` that defines the class.
         class_name: name of the class.
         scale: name of the attribute with the logit scale. None means `head_dim ** -0.5`.
-        sinks: name of the attribute with the attention sinks' logits, `(n_heads,)`, which take part in the softmax.
-            None means no sinks.
+        sinks: name of the attribute with the logits of the attention sinks, which take part in the softmax. The
+            attribute's shape is `(n_heads,)`. None means no sinks.
         tiled: whether query head j reads KV head j % n_kv_heads instead of j // (n_heads // n_kv_heads).
         rope: name of the attribute with the RoPE object, or a function that returns the RoPE object of an attention
             module. The object is called as `rope(x, offset)`. None means no RoPE.

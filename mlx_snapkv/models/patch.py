@@ -5,8 +5,8 @@ is patched, that function does two more things:
 
 - If the module was called with a `Recorder` (entries/queries.py), the recorder receives the queries, bit for bit as
   attention uses them. If the module passes only part of the queries, the result of its RoPE or first split is recorded,
-  too. A module that borrows entries may be called without a cache. Its queries go to the recorder that lists the module
-  as a borrower.
+  too. A module that borrows entries may be called without a cache. If so, its queries go to the recorder that lists the
+  module as a borrower.
 - If the cache has an `attend` method, that method computes the attention (sparse/attending.py, batch/caches.py).
 
 With any other cache, a patched class behaves like the original.
@@ -187,8 +187,8 @@ def patch_for_snapkv(model=None) -> None:
     """Patch a model's attention classes so that they can be used with recording caches.
 
     Call this only if you call the model yourself: `generate_step` and `prefill` patch the classes for you. If `model`
-    is None, the classes of all supported families are patched. A second call has no effect. With any other cache, a
-    patched class behaves like the original.
+    is None, the classes of all supported families are patched. A second call for the same model has no effect. With any
+    other cache, a patched class behaves like the original.
     """
     with _lock:
         for cls in _classes_to_patch(model):

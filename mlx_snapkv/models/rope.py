@@ -46,9 +46,10 @@ def undo_rope(rope: Rope | None, rotated: mx.array, offset: int) -> mx.array:
 
 
 def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.array:
-    """Return the mean rotation matrix over positions `[start, start + n)`, float32 `(head_dim, head_dim)`.
+    """Return the mean of RoPE's rotation matrices at positions `[start, start + n)`.
 
-    The matrix multiplies column vectors from the left. If `rope` is None, it is the identity matrix.
+    The mean is a float32 matrix, `(head_dim, head_dim)`, that multiplies column vectors from the left. If `rope` is
+    None, it is the identity matrix.
     """
     if rope is None:
         return mx.eye(head_dim)

@@ -1,8 +1,8 @@
 """Translate transformers 5's `rope_parameters` to the names that mlx-lm reads.
 
 Most model families in mlx-lm 0.32.2 read only `rope_theta` and `rope_scaling`. If both are missing, LLaMA silently
-falls back to a base of 10,000 and Qwen2 to 1,000,000, and both generate nonsense. Qwen3-Next fails. Delete this file
-and its tests once mlx-lm reads `rope_parameters` for every family, as it already does for Qwen3.
+falls back to a base of 10,000 and Qwen2 to one of 1,000,000, so they generate nonsense, and Qwen3-Next fails. Delete
+this file and its tests once mlx-lm reads `rope_parameters` for every family, as it already does for Qwen3.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class UnreadParameters:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return a line for the user that lists the values and says where they come from."""
+        """Return one line of text for the user: the values, and where they come from."""
         descriptions: list[str] = []
         for name, value in self.values.items():
             is_scaling = isinstance(value, Mapping)

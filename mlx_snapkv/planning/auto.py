@@ -50,7 +50,7 @@ CANDIDATES = {
     CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
-# A long prompt gets the full cache only if its peak memory, including the weights, is at most this fraction of the
+# A long prompt gets the full cache only if the peak memory, including the weights, is at most this fraction of the
 # usable memory. The rest is left to other programs.
 FULL_CACHE_SHARE = 0.75
 # Sparse attention is preferred to the full cache only if reading the prompt and generating `MAX_TOKENS` answer tokens
@@ -97,18 +97,15 @@ class AutoRequest:
         return tuple(config for config in configs if config.sparse is None)
 
     def sparse_time_ratio(self, n_prompt: int) -> float:
-        """Predict the time with sparse attention on this machine, as a fraction of the time with the full cache.
+        """Predict how long a request takes with sparse attention, as a fraction of its time with the full cache.
 
-        Return infinity if measurements are missing.
+        The prediction is for this machine. Return infinity if measurements are missing.
         """
         predicted = self.speed.predict_seconds(n_prompt, MAX_TOKENS)
         return math.inf if predicted is None else predicted.sparse / predicted.full
 
     def with_min_ctx(self, candidate: CompressionConfig) -> CompressionConfig:
-        """Return the candidate.
-
-        If it is `SNAPKV` and the prompts are not known yet, add a minimum prompt length.
-        """
+        """Return the candidate, with a minimum prompt length if it is `SNAPKV` and the prompts are not known yet."""
         if self.n_prompt is None and candidate == SNAPKV:
             # The prompts may turn out to be short, with little to evict.
             for_long_prompts = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
@@ -135,7 +132,7 @@ class Recommendation(NamedTuple):
 def explaining(
     recommendation: Recommendation | None, on_report: Callable[[Any], None] | None
 ) -> Callable[[Any], None]:
-    """Return a callback that adds the recommendation, if any, to a report and calls `on_report`.
+    """Return a callback that adds the recommendation, if any, to a report and passes the report to `on_report`.
 
     If the full cache is recommended, the callback also sets the report's `reason`.
     """
@@ -168,11 +165,12 @@ class _Candidate:
 
 
 def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
-    """Recommend the best setting for the task that fits in `usable` bytes and the request's KV memory limit.
+    """Recommend the best of the request's candidates that fit in `usable` bytes and the request's KV memory limit.
 
-    A short prompt gets the full cache if it fits. A longer prompt gets the full cache only if that leaves enough memory
-    for other programs. Even then, sparse attention is preferred if it is allowed and known to be clearly faster on this
-    machine. A model that can't be compressed always gets the full cache.
+    If none fits, recommend the one that takes the least memory. A short prompt gets the full cache if the cache fits. A
+    longer prompt gets the full cache only if that leaves enough memory for other programs. Even then, sparse attention
+    is preferred if it is allowed and known to be clearly faster on this machine. A model that can't be compressed
+    always gets the full cache.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -337,13 +335,13 @@ def resolve(
 
 
 def worth_comparing(n_prompt: int) -> list[str]:
-    """Return two policies to compare with sparse attention.
+    """Return two policies to compare with sparse attention on a prompt of `n_prompt` tokens.
 
-    The first evicts only after prefill, the second also during prefill. For prompts below about 22,000 tokens, the
-    budgets are reduced so that most entries are evicted.
+    The first policy evicts only after prefill. The second also evicts during prefill. If the prompt has fewer than
+    about 22,000 tokens, both policies get smaller budgets, so that they still evict most of the entries.
     """
     top_k = 4096
-    # SnapKV keeps about 4/3 * top_k entries. They should be at most a quarter of the prompt.
+    # SnapKV keeps about 4/3 * top_k entries, which should be at most a quarter of the prompt.
     while top_k > 16 and 4 / 3 * top_k > n_prompt / 4:
         top_k //= 2
     evicting_once = f"snapkv:top_k={top_k}"

@@ -14,7 +14,7 @@ class BreakEven(NamedTuple):
     """The shortest of `LENGTHS` at which sparse attention is faster.
 
     Attributes:
-        basis: MEASURED if the length comes from requests, ESTIMATED if it comes from timing a layer, or UNKNOWN.
+        basis: MEASURED if the length comes from timed requests, ESTIMATED if it comes from timing a layer, or UNKNOWN.
         tokens: the length in tokens. None if it is unknown, or if sparse attention is faster at none of `LENGTHS`.
     """
 
@@ -44,9 +44,9 @@ def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
 
 
 def _break_even(sparse_kind: str, full_kind: str, speed: Speed, estimate: Speed) -> BreakEven:
-    """Return the break-even length for two kinds of measurements.
+    """Return the shortest of `LENGTHS` at which `sparse_kind` takes less time than `full_kind`.
 
-    The speed record is used if it has both kinds, otherwise the estimate.
+    Use the speed record if it has both kinds, or else the estimate if that has both.
     """
     for basis, source_speed in ((MEASURED, speed), (ESTIMATED, estimate)):
         if {sparse_kind, full_kind} <= source_speed.lines.keys():

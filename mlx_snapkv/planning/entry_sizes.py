@@ -94,7 +94,8 @@ class EntrySizes:
     def file_bytes(self, store: str | None, n_tokens: int) -> int:
         """Return how many bytes `n_tokens` tokens take in files, or 0 if `store` uses no files.
 
-        With more than `ENTRIES_IN_MEMORY` tokens, index and page means are written to files, too.
+        With more than `ENTRIES_IN_MEMORY` tokens, parts of the index and of the page means are written to files, too.
+        Both are then counted in full.
         """
         if not in_files(store):
             return 0
@@ -113,7 +114,7 @@ class EntrySizes:
         return count_bytes(list(mean_keys)) / PAGE_SIZE  # one mean key per page
 
     def cluster_bytes(self) -> float:
-        """Return the bytes per token of the clusters: cluster ids and a share of the means."""
+        """Return the bytes per token of the clusters: the token's cluster ids, and its share of the cluster means."""
         n_kv_heads = sum(keys.shape[1] for keys, _ in self._entries)
         id_bytes = ID_TYPE.size * n_kv_heads
         return id_bytes + sum(self.bytes_by_layer()) / CLUSTER_SIZE
@@ -139,9 +140,9 @@ class EntrySizes:
         return unquantised_bytes - count_bytes(quantisable_entries) + count_bytes(quantised_arrays)
 
     def window_and_state_bytes(self, n_tokens: int, chunk_size: int) -> int:
-        """Return the size of linear states and sliding windows after reading `n_tokens` tokens in chunks.
+        """Return the size in bytes of linear-attention states and sliding windows after reading `n_tokens` tokens.
 
-        A sliding window's cache contains the window and the current chunk.
+        A sliding window's cache contains the window and the current chunk of `chunk_size` tokens.
         """
         window_bytes = sum(
             token_bytes * min(n_tokens, window + chunk_size)

@@ -1,4 +1,4 @@
-"""Predicts how many bytes reading a prompt will write to files, and checks whether the disk has room."""
+"""Predicts how many bytes are written to files when a prompt is read, and checks whether the disks have room."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""Estimates the memory of a request."""
+"""Estimates how much memory a request takes."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,21 +18,22 @@ from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
 from .scores import scores_limit
 
-# Safety factor for activations and copies. MLX starts computing a layer before the previous layer's arrays are freed.
-# The estimate also leaves out norms, logits, votes, and freed buffers that can't be reused.
+# Safety factor for activations and for copies of entries. It is needed because MLX starts computing a layer before the
+# previous layer's arrays are freed, and because the estimate leaves out norms, logits, votes, and freed buffers that
+# can't be reused.
 MARGIN = 2.5
 
 
 class Need(NamedTuple):
-    """The memory of one request in bytes, not counting the model's weights."""
+    """The memory that one request takes in bytes, not counting the model's weights."""
 
-    extra_in_prefill: int  # needed beyond `cache_bytes_at_end` until compression
+    extra_in_prefill: int  # needed for entries until compression, on top of `cache_bytes_at_end`
     kept_bytes: int  # size of the entries after compression, not counting `extra_in_answer`
     cache_bytes_at_end: int  # size of all caches after the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    extra_in_answer: int = 0  # sparse attention: the prompt's entries, index and means
-    chunk_bytes: int = 0  # activations, scores and copies for one prompt chunk
-    step_bytes: int = 0  # copies for one answer token
+    extra_in_answer: int = 0  # sparse attention's entries, index and means in memory; otherwise 0
+    chunk_bytes: int = 0  # activations, scores and copied entries while a prompt chunk is read
+    step_bytes: int = 0  # entries that are copied to decode one answer token
 
     @property
     def peak_entry_bytes(self) -> int:
@@ -52,7 +53,7 @@ class Need(NamedTuple):
 
 @dataclass
 class Footprint:
-    """Estimates the memory of requests with a given config.
+    """Estimates how much memory requests with a given config take.
 
     Attributes:
         sizes: entry sizes of the model.
@@ -146,10 +147,7 @@ class Footprint:
         )
 
     def _chunk_bytes(self, plan: Plan) -> int:
-        """Return the memory that a chunk needs in addition to the caches.
-
-        It is needed for activations, scores, and a copy of one layer's entries.
-        """
+        """Return how many bytes a chunk needs on top of the caches, for activations, scores and copied entries."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
         reading = plan.sparse_reading
@@ -171,7 +169,7 @@ class Footprint:
             shape.chunk_bytes(chunk_size, max_visible, max_score_bytes, margin=MARGIN)
             for shape in sizes.shapes
         )
-        # To accumulate attention, logits are computed in steps that take at most about this much memory.
+        # To accumulate attention, logits are computed in steps, each of which takes at most about this much memory.
         logit_bytes = ONE_PASS_BYTES if plan.accumulates_attention else 0
         return layer_bytes + int(MARGIN * (copied_bytes + page_mean_bytes)) + logit_bytes
 
@@ -214,7 +212,7 @@ class Footprint:
         return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
 
     def n_indexed_in_memory(self, n_tokens: int) -> int:
-        """Return an upper bound on how many of `n_tokens` tokens have index and means in memory.
+        """Return an upper bound on how many of `n_tokens` tokens have their index and means in memory.
 
         If entries are in files, only the first `ENTRIES_IN_MEMORY` tokens keep their index and means in memory. The
         index and means of later tokens move to a file, `ENTRIES_MOVED` tokens at a time.
@@ -224,7 +222,7 @@ class Footprint:
         return min(n_tokens, ENTRIES_IN_MEMORY + ENTRIES_MOVED)
 
     def n_kept(self, plan: Plan) -> int:
-        """Return how many prompt entries per KV head an answer token reads in a compressed layer."""
+        """Return how many prompt entries an answer token reads per KV head, in a layer that can be compressed."""
         return min(plan.n_prompt, plan.decode_quota.entries)
 
     def prefill_peak_bytes(self, plan: Plan) -> int:

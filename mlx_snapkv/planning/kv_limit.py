@@ -18,10 +18,10 @@ def machine_kv_limit(footprint: Footprint) -> int:
     """Return how many bytes of this machine's memory are left for KV entries.
 
     That is the memory for models, minus MLX's buffer cache, the weights, and the memory for reading a chunk of the
-    longest prompt.
+    longest prompt that the model was trained for.
 
     Args:
-        footprint: estimates the memory of requests.
+        footprint: estimates how much memory requests take.
     """
     model = footprint.sizes.model
     max_prompt = trained_length(model) or TYPICAL_PROMPT
@@ -36,7 +36,7 @@ def request_fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: in
     """Return whether a request fits in `limit` bytes of KV memory. Unsupported requests never fit.
 
     Args:
-        footprint: estimates the memory of requests.
+        footprint: estimates how much memory requests take.
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens.
         limit: KV memory limit in bytes.
@@ -49,10 +49,13 @@ def request_fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: in
 
 
 def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> str:
-    """Suggest how to make a request fit: store entries in fewer bits or in files, or shorten the prompt or the answer.
+    """Suggest a change that makes a request fit in `limit` bytes of KV memory, or say that none does.
+
+    These changes are tried in order: entries in 4 bits, entries in files, a shorter prompt, and a shorter answer. The
+    first that is enough is suggested.
 
     Args:
-        footprint: estimates the memory of requests. With its config, this request does not fit.
+        footprint: estimates how much memory requests take. With its config, the request does not fit.
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens.
         limit: KV memory limit in bytes.

@@ -38,7 +38,7 @@ class LongPrompts:
         is_text: bool = False,
         **options: Any,
     ):
-        """Resolve the options. Everything else depends on the prompt's length and is computed later."""
+        """Resolve the options. Everything else depends on a prompt's length, so the methods compute it."""
         self._model = model
         self._usable = this_machine().usable
         set_options = {name: value for name, value in options.items() if value is not None}
@@ -50,7 +50,7 @@ class LongPrompts:
         self._planner_options = planner_options(mlx_options)
 
     def warning(self, n_prompt: int, n_before: int = 0) -> str | None:
-        """Return a warning if the prompt, after `n_before` earlier tokens, exceeds the model's trained length.
+        """Return a warning if the prompt and the `n_before` tokens before it exceed the model's trained length.
 
         Return None for a rotating cache, which never has more than `max_kv_size` entries.
         """

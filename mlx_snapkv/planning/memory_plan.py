@@ -40,7 +40,7 @@ class MemoryPlan:
 
 
 class Planner:
-    """Estimates the memory of prompts for one model.
+    """Estimates how much memory prompts take with one model.
 
     The model's weights need not be loaded. The options are the same as in `generate_step`.
     """
@@ -66,7 +66,7 @@ class Planner:
     def plan(
         self, context: int, policy: Setting | str | None = None, kv_bits: int | None = None
     ) -> MemoryPlan:
-        """Estimate the memory for a prompt of `context` tokens; see `plan_memory`."""
+        """Estimate how much memory a prompt of `context` tokens takes; see `plan_memory`."""
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
         setting = setting_named(policy) if isinstance(policy, str) else policy
@@ -129,7 +129,7 @@ def plan_memory(
     kv_bits: int | None = None,
     **options: int,
 ) -> MemoryPlan:
-    """Estimate the memory for a prompt on the default device, using only the model's shapes.
+    """Estimate how much memory a prompt takes on the default device, using only the model's shapes.
 
     See docs/benchmarks.md for how the estimate works.
 

@@ -130,7 +130,7 @@ def policy_chunk_size(
     `largest_chunk()`. If queries vote, the size is adjusted so that the voting queries are in a short last chunk. If
     the last chunk were long, all of its queries would stay in memory until the voting queries had been copied, and
     prefill would need more memory than in mlx-lm. A prompt that fits in one chunk is not split. Chunks whose scores
-    would take too much memory are later split into pieces; see `engine/pieces.py`.
+    would take too much memory are read in pieces; see `engine/pieces.py`.
 
     Args:
         compress: the policies for prompt and answer.
@@ -170,7 +170,7 @@ def align_chunks_to_voters(max_size: int, n_new: int, n_before_voters: int) -> i
         return max_size
     is_large_multiple = max_size % MULTIPLE == 0 and max_size >= 8 * MULTIPLE
     if is_large_multiple:
-        # Choose the size that leaves the fewest other tokens in the last chunk.
+        # Choose the size with which the last chunk has the fewest tokens before the voting queries.
         sizes = range(max_size, max_size // 2 - 1, -MULTIPLE)
         return min(sizes, key=lambda size: n_before_voters % size)
     n_chunks = math.ceil(n_before_voters / max_size)

@@ -61,8 +61,8 @@ class SparseReading:
         last_reach: how many earlier entries the prompt's last `LAST_TOKENS` tokens read.
         last_from: position of the first of these last tokens. Negative if the prompt has fewer than `LAST_TOKENS`
             tokens.
-        n_before_choice: maximum number of tokens that are read before a chunk first chooses entries. The prompt length
-            if only the last tokens could choose entries.
+        n_before_choice: upper bound on how many tokens are read before a chunk first chooses entries. It is the prompt
+            length if no chunk before the last tokens can choose entries.
     """
 
     reach: Reach
@@ -80,8 +80,8 @@ class Plan:
         config: the request's config.
         voters: positions of the queries that vote. With sparse attention, positions of the queries that the index is
             built from.
-        reason: why the prompt is left to mlx-lm, or None if it is compressed or uses sparse attention. With a reason,
-            `plan_request` leaves the quotas at None.
+        reason: why the prompt is left to mlx-lm, or None if it is compressed or uses sparse attention. If there is a
+            reason, `plan_request` leaves the quotas at None.
         n_new: number of tokens to read after the earlier turns.
         prefill_quota: number of entries that each full-attention layer keeps during prefill.
         decode_quota: number of prompt entries that each full-attention layer keeps for the answer. With sparse
@@ -178,8 +178,9 @@ class Plan:
     def capacity(self) -> int:
         """Return the number of entries that each sparse-attention cache allocates memory for.
 
-        Entries of earlier turns are included. Unless the store is "memory", each chunk that chooses entries first moves
-        the earlier entries to the store, so the cache never has to contain the whole prompt.
+        Entries of earlier turns are included. Unless the store is "memory", every chunk that chooses entries moves the
+        earlier entries to the store before its own entries are appended, so the cache only needs room for the entries
+        that are read before the first such chunk.
         """
         reading = self.sparse_reading
         moves_to_store = self.config.store != "memory"
@@ -320,8 +321,8 @@ def _plan_sparse(
             n_before_choice=reach.first_choice_position(n_prompt, n_prompt - n_new),
         )
     decode_quota = sparse.quota(n_prompt)
-    # Several Macs would all have to make the same decisions. In stores other than "memory", reading all entries is
-    # slow.
+    # Only requests on a single machine adapt, because several Macs would all have to make the same decisions. The store
+    # must be "memory", because reading all entries from another store is slow.
     may_adapt = n_ranks() == 1 and sparse.store == "memory"
     return Plan(
         n_prompt=n_prompt,

@@ -1,4 +1,4 @@
-"""Limits the memory of attention scores by reading fewer tokens at once.
+"""Limits how much memory attention scores take, by reading fewer tokens at once.
 
 MLX's fused attention, which never stores the scores, is only available on a GPU and for some head sizes (`is_fused`).
 Otherwise, MLX stores one score per query-entry pair and head. With 16 heads, the scores of 2,048 tokens that follow

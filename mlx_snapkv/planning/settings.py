@@ -66,8 +66,8 @@ def resolve_compress(
 
     Args:
         snapkv: a `SnapKV`, a dict of its options, or a string such as `"top_k=4096,n_sink=128"`.
-        policy: a policy object, a `Compress`, a string such as `"keydiff:budget=8192"`, or two such strings joined by "
-            then ".
+        policy: a policy object, a `Compress`, a string such as `"keydiff:budget=8192"`, or two such strings joined by
+            `" then "`.
 
     Raises: SnapKVError: both are set, a value is invalid, or "auto" is requested, which the caller must resolve first.
     """

@@ -26,10 +26,10 @@ from .scores import MIN_TOKENS_AT_ONCE, is_fused, tokens_at_once
 class LayerShape:
     """The memory that a decoder layer needs to read a chunk, not counting its cache."""
 
-    token_bytes: int  # bytes per token in the chunk: outputs of the layer's projections
+    token_bytes: int  # bytes per token of the chunk, for the outputs of the layer's projections
     pair_bytes: int = 0  # bytes of attention scores per (query, entry) pair; 0 with a fused kernel
     window: int = 0  # maximum number of entries that a query can see
-    entry_bytes: int = 0  # bytes per visible entry: MLA latents expanded for every head
+    entry_bytes: int = 0  # bytes per visible entry, for MLA latents expanded for every head
 
     def chunk_bytes(
         self,
@@ -193,7 +193,7 @@ def _n_projected_numbers(modules: list[Any]) -> int:
         if weight is None or weight.ndim < 2 or "Embedding" in class_name:
             continue
         # Weights are (outputs, inputs). In mlx-lm's Switch classes, an axis of experts comes first. Convolutions
-        # compute one number per channel, and their first axis is the channels.
+        # compute one number per channel, and the first axis of their weights is the channels.
         n_outputs = weight.shape[0] if "Conv" in class_name else weight.shape[-2]
         n_numbers += n_outputs * (n_experts if "Switch" in class_name else 1)
     return n_numbers

@@ -166,7 +166,7 @@ class Speed:
         return predicted is not None and predicted.sparse > predicted.full
 
     def tokens_to_repay_setup(self, n_prompt: int) -> float:
-        """Return how many answer tokens it takes to make up for building the index and the means.
+        """Return how many answer tokens it takes to make up for the time spent building the index and the means.
 
         Return 0 if measurements are missing, and infinity if sparse attention is not faster. If a slope is unknown,
         assume the best case for sparse attention.
@@ -190,11 +190,12 @@ class Speed:
         lines = self.lines
         if not {DECODE_SPARSE, DECODE_FULL, SETUP, READ_FULL} <= lines.keys():
             return None
-        # The mean numbers of entries before a prompt token and before an answer token.
+        # On average, this many entries come before a prompt token and before an answer token.
         prompt_mean, answer_mean = n_prompt / 2, n_prompt + n_answer / 2
         full_prefill = n_prompt * full_bound(lines[READ_FULL], prompt_mean)
         full_answer = n_answer * full_bound(lines[DECODE_FULL], answer_mean)
-        sparse_prefill = full_prefill  # assumed if sparse chunks were not measured
+        # If sparse chunks were not measured, assume that sparse prefill takes as long as full prefill.
+        sparse_prefill = full_prefill
         if READ_SPARSE in lines:
             sparse_prefill = n_prompt * sparse_bound(lines[READ_SPARSE], prompt_mean)
         setup = sparse_bound(lines[SETUP], n_prompt)
@@ -237,7 +238,7 @@ def record_measurements(model: Any, sparse: Sparse, measurements: list[Measureme
         return
     speeds = _load_record()
     earlier_speed = speeds.pop(key, Speed())
-    # The key is inserted last, because the first keys are dropped.
+    # Insert the key at the end, because the first keys are dropped if there are too many.
     speeds[key] = earlier_speed.with_measurements(measurements)
     latest_speeds = list(speeds.items())[-MAX_KEYS:]
     content = {"format": FORMAT, "speeds": {key: speed.lines for key, speed in latest_speeds}}
