@@ -1,1 +1,1 @@
-"""The interface of every layer's cache, adapters for mlx-lm's caches, and a model's layers."""
+"""A common interface to all layers' caches, adapters for mlx-lm's caches, and functions that find a model's layers."""

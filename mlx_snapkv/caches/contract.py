@@ -1,4 +1,4 @@
-"""`LayerCache`, the interface of every layer's cache, and helpers that restore a cache to an earlier state."""
+"""`LayerCache`, a common interface to all layers' caches, and helpers that restore a cache to an earlier state."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ class LayerCache(ABC):
     grows: bool = False
     # Whether the cache needs the queries of new tokens. If so, attention classes must be patched.
     observes: bool = False
-    chooses: bool = False  # whether a call reads only the entries that its queries choose
+    chooses: bool = False  # whether new tokens read only the entries that their queries choose
     # Whether a batch can stack the cache's entries with other requests' entries in one array.
     stacks: bool = False
     # Position of the first entry that was computed with sparse attention, or None if there isn't one.
@@ -53,7 +53,7 @@ class LayerCache(ABC):
 
     @property
     def n_entries(self) -> int:
-        """Return the number of entries per KV head or, in a sparse cache, the number that the next call reads."""
+        """Return the number of entries per KV head or, in a sparse cache, the number that the next model call reads."""
         return self.size()
 
     @property

@@ -54,7 +54,7 @@ class AttentionLayer:
 
     @property
     def latent(self) -> bool:
-        """Return whether the layer caches latents and positional keys (MLA); see `Entries`."""
+        """Return whether the layer's entries are latents and positional keys (MLA); see `Entries`."""
         return self.family.latent
 
     @property
@@ -85,7 +85,7 @@ class AttentionLayer:
         return self.family.map_rotary(self.attention, queries, undo)
 
     def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
-        """Average the rotation matrices of positions `[start, start + n)`: float32 `(head_dim, head_dim)`."""
+        """Return the mean rotation matrix of positions `[start, start + n)`, float32 `(head_dim, head_dim)`."""
         rope = self.rope
 
         def rotate(rotary_part: mx.array) -> mx.array:
@@ -98,7 +98,7 @@ class AttentionLayer:
         return images[0, 0].T
 
     def group_heads(self, heads: mx.array, n_kv_heads: int) -> mx.array:
-        """Reorder the heads of all `readers`, `(B, n_heads, ...)`, so that the heads of each GQA group are adjacent."""
+        """Reorder `heads` `(B, n_heads, ...)` of all `readers`, so that the heads of each GQA group are adjacent."""
         groups_by_reader: list[mx.array] = []  # each has shape `(B, n_kv_heads, group size, ...)`
         for heads_of_reader in mx.split(heads, len(self.readers), axis=1):
             grouped_heads = self.family.group_heads(heads_of_reader, n_kv_heads)

@@ -60,9 +60,8 @@ class Conversation:
         prompt_cache: the caches that the next turn continues from.
         read: tokens of the chat that are in the cache.
         pending_tokens: tokens after `read` that are not in the cache yet. The next turn reads them.
-        n_unknown: number of tokens at the start of `read` whose ids are unknown. They are stored as
-            0. Only a chat that started from an mlx-lm file has any, because such a file contains no
-            token ids.
+        n_unknown: number of tokens at the start of `read` whose ids are unknown and stored as 0. This is 0 unless the
+            chat started from an mlx-lm file, which contains no token ids.
         attached: documents to read with the next message.
         user_inputs: for each user message, its documents followed by the typed text.
 
@@ -327,9 +326,9 @@ class Conversation:
     def _add_tokens(self, tokens: list[int], state_before: StateBeforeTurn) -> None:
         """Add new tokens to `read` if they are in the cache, or else to `pending_tokens`.
 
-        If a step was interrupted, some layers may have read one token more than others. That token is trimmed. If the
-        caches can't be trimmed, they are restored to the state before this turn, and the next turn reads this turn
-        again.
+        If decoding was interrupted in the middle of a token, some layers may have read one token more than others. That
+        token is trimmed. If the caches can't be trimmed, they are restored to the state before this turn, and the next
+        turn reads this turn again.
         """
         all_tokens = self.read + tokens
         if not trim_to(len(all_tokens), self.prompt_cache):

@@ -1,4 +1,4 @@
-"""Restore a conversation from a file, or to its state before the last turn."""
+"""Load a saved conversation, or restore a conversation to its state before the last turn."""
 
 import weakref
 from dataclasses import replace
@@ -29,7 +29,7 @@ TURN_FIELDS = ("messages", "user_inputs", "read", "pending_tokens", "report")
 
 
 class StateBeforeTurn:
-    """A snapshot of a conversation before a turn. It can be restored until the next turn starts.
+    """A snapshot of a conversation before a turn, kept at most until the first token of the next turn's answer.
 
     Attributes:
         caches: a copy of the prompt cache.
@@ -110,8 +110,8 @@ def _resumed_setting(
 ) -> Setting | None:
     """Choose the setting for continuing from a file: the file's own, or `policy` if the file has none.
 
-    If both are sparse attention, `policy.store_dir` replaces the file's `store_dir`. `policy.store` replaces the file's
-    `store` unless it is "memory", the default.
+    If both are sparse attention, `policy.store_dir` replaces the file's `store_dir`. Unless `policy.store` is "memory",
+    the default, it also replaces the file's `store`.
 
     Raises: SnapKVError: the setting can't be used with the file's entries.
     """

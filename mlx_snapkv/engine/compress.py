@@ -251,9 +251,9 @@ def put_compressed_cache(
     choice: Choice,
     on_kept: KeptCallback | None = None,
 ) -> None:
-    """Replace a layer's cache with a cache of the chosen prompt entries.
+    """Replace a layer's cache with one that holds the chosen prompt entries, followed by any answer entries.
 
-    Any entries of the answer are then appended. If the prompt is a text to ask about later, they are dropped instead.
+    If the prompt is a text to ask about later, the answer entries are dropped.
 
     The full cache is freed once the device has copied the chosen entries, unless the caller holds a reference to it.
     """
@@ -277,7 +277,7 @@ def put_compressed_cache(
     del prompt_entries, kept_entries
     query_source = prefill_cache if policy.observes_answer else None
     decode_cache.inherit_queries(query_source)
-    # A text has no answer yet: tokens decoded after it only voted, and are dropped.
+    # A text to ask about later has no answer yet: any tokens decoded after it were only needed for their votes.
     n_to_append = 0 if plan.config.is_text else len(answer_entries)
     answer_rows = answer_entries.stored_keys, answer_entries.stored_values
     for i in range(n_to_append):

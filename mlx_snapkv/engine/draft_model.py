@@ -1,8 +1,8 @@
 """Speculative decoding with a draft model and a compressed main cache.
 
-mlx-lm's speculative loop copies the list of caches it is given, so the caches can't be replaced while it runs. Instead,
-the main model reads the prompt and decodes the first tokens alone. Once its cache is compressed, mlx-lm's speculative
-loop takes over. With greedy sampling, the answer is the same as without a draft model, token for token.
+mlx-lm's speculative loop copies the list of caches it is given, so the caches can't be replaced while it runs. The main
+model's cache must therefore be compressed before the loop starts: until then, the main model decodes alone. With
+greedy sampling, the answer is the same as without a draft model, token for token.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ def require_trimmable(model, prompt_cache: list | None) -> None:
     """Check that rejected drafts can be trimmed from all of the main model's caches. Raises: SnapKVError."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     main_caches = caches[: len(model.layers)]
-    adapted_caches = layer_caches(main_caches)  # the same caches, behind our interface
+    adapted_caches = layer_caches(main_caches)  # the same caches, as `LayerCache`s
     untrimmable_caches = [
         cache
         for cache, adapted in zip(all_caches(main_caches), adapted_caches)

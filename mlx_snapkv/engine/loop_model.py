@@ -16,7 +16,8 @@ from ..caches.matching import set_missing_layers
 from ..models import attention_classes
 from ..models.patch import recording
 
-# Calls of at least this many tokens are evaluated in groups of layers. Shorter calls are fast.
+# If a model call has at least this many tokens, the caches are evaluated in groups of layers. Shorter calls are fast
+# enough without this.
 LONG_CALL = 32
 # Target range for the duration of one evaluation. Shorter evaluations slow prefill down; longer ones delay Ctrl-C.
 MIN_SECONDS = 0.1
@@ -38,7 +39,7 @@ class WrappedModel(nn.Module):
 
 
 class RequestModel(WrappedModel):
-    """A model that forwards calls with token ids `(1, L)` to its request's `call(inputs, cache)`.
+    """A model that forwards its calls to the request's `call(inputs, cache)`, where `inputs` are token ids `(1, L)`.
 
     A call returns logits `(1, n, vocab_size)` for the last `n >= 1` tokens.
     """
@@ -178,8 +179,8 @@ class PacedModel(WrappedModel):
 def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """Wrap mlx-lm's `start(model, **options)` to use a `PacedModel` if there is a `prompt_progress_callback`.
 
-    A prompt given as embeddings is not paced, because mlx-lm looks for `input_embeddings` in the signature of the
-    model's `__call__`, and the wrapper's has none.
+    A prompt given as embeddings is not paced, because mlx-lm requires an `input_embeddings` parameter in the model's
+    `__call__`, and `PacedModel.__call__` does not have one.
     """
 
     def start_paced(model: Any, **options: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from ..sparse.options import FIRST_TOKENS
 # Number of tokens that are not timed after a switch: one is already being computed, and the next allocates buffers.
 N_SKIPPED = 2
 N_MEASURED = 6  # the time per token is the median over this many tokens
-# Sparse attention is preferred only if a step takes less than this fraction of the time with full attention.
+# Sparse attention is preferred only if its time per token is less than this fraction of full attention's.
 MAX_TIME_RATIO = 0.97
 # The slower mode is retried once the text has grown by a factor of `RETRY_GROWTH`. If it takes at most `RETRY_RATIO`
 # times as long as the faster one, it is retried sooner: after `FIRST_GAP` tokens, with the gap doubling each time.
@@ -26,10 +26,11 @@ class Pace:
 
     Args:
         n_prompt: prompt length in tokens.
-        tokens_to_repay_setup: number of sparse tokens needed to make up for building the index and the means. Sparse
-            attention is first tried after this many tokens, so that an answer of any length takes at most about twice
-            as long as in the better mode. If the text grows by a factor of `RETRY_GROWTH` before that, sparse attention
-            is tried then. In any case, the first `FIRST_TOKENS` tokens read all entries.
+        tokens_to_repay_setup: number of tokens that must be decoded with sparse attention to make up for building the
+            index and the means. Sparse attention is first tried after as many tokens with full attention, so that an
+            answer of any length takes at most about twice as long as in the better mode. If the text grows by a factor
+            of `RETRY_GROWTH` before that, sparse attention is tried then. In any case, the first `FIRST_TOKENS` tokens
+            read all entries.
 
     Attributes:
         reads_all: whether the next tokens read all entries.

@@ -38,8 +38,9 @@ class Pieces:
         n_pairs = max(MIN_TOKENS_AT_ONCE, plan.n_new) * plan.n_prompt
         score_bytes_bound = MAX_PAIR_BYTES * n_heads * n_pairs
         self._score_limit = scores_limit()
-        # All ranks must make the same calls, but each rank's limit depends on its memory. So chunks are split only if
-        # there is a single rank. Policies that evict in blocks already limit both the chunk and the entries before it.
+        # All ranks must make the same calls, but each rank's limit depends on its memory, so don't split chunks if
+        # there are several ranks. A policy that evicts in blocks already limits both the chunk size and the number of
+        # entries before a chunk, so don't split its chunks either.
         may_split = n_ranks() == 1 and not plan.config.evicts_in_blocks
         if may_split and score_bytes_bound > self._score_limit:
             # Looking up the shapes takes time, so do it only when needed.

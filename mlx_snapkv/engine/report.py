@@ -43,8 +43,7 @@ class CompressionReport:
         attention_share: share of the voters' attention that went to the kept entries, by layer. None for layers without
             voters.
         prefill_seconds: time from the first chunk to the first answer token.
-        selection_seconds: time for scoring, ranking and copying at compression or, with sparse attention, for building
-            indexes.
+        selection_seconds: time spent scoring, ranking and copying entries or, with sparse attention, building indexes.
         read_per_chunk: largest number of earlier entries per KV head that a sparse prompt chunk read. None if every
             chunk read all entries.
         read_per_token: largest number of entries per KV head that a sparse answer token reads. None if all tokens read
@@ -122,7 +121,7 @@ class CompressionReport:
     def _speed_warning(self) -> str | None:
         """Return a warning if tokens were clearly slower than with the full cache, otherwise None.
 
-        If the answer could switch modes, any slowdown counts, but only if the answer ended with full attention.
+        If the answer could switch modes, warn about any slowdown, but only if the answer ended with full attention.
         """
         if not self.full_token_seconds or not self.token_seconds:
             return None

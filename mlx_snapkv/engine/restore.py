@@ -32,7 +32,7 @@ class CacheCopy:
 
     @property
     def kv_nbytes(self) -> int:
-        """Return how many KV bytes only this snapshot keeps in memory.
+        """Return how many KV bytes are in memory only because of this snapshot.
 
         They belong to caches that have been replaced or changed since the snapshot.
         """

@@ -115,7 +115,7 @@ class SparseMode:
             inputs = inputs[:, part_size:]
 
     def _part_size(self, start: int, n_left: int) -> int:
-        """Return how many of the next `n_left` tokens, starting at position `start`, choose entries together.
+        """Return the size of the next part, which starts at position `start` and has at most `n_left` tokens.
 
         The prompt's last tokens form a single part.
         """
@@ -137,7 +137,7 @@ class SparseMode:
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
-            # Other layers borrow this layer's entries as arrays, so its cache must return them all.
+            # A layer that borrows this layer's entries receives them as arrays, so the cache must return all of them.
             if layer.borrowers:
                 stored_cache = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored_cache.stored_entries().with_quantization(None)))
@@ -163,7 +163,7 @@ class SparseMode:
             report.plain_path = why_plain_path(ranking, one_query)
 
     def use_full_attention(self, caches: list) -> None:
-        """Replace `caches` with the full caches, and add the entries of the answer so far to them.
+        """Append the entries computed with sparse attention to the full caches, and put these in `caches`.
 
         From then on, tokens read all entries until `compress` is called again.
         """
@@ -172,7 +172,7 @@ class SparseMode:
         for layer in self.layers:
             answer_cache = layer.cache_in(caches)
             stored_cache = layer.cache_in(self._prompt_cache)
-            if layer.borrowers:  # read in full, so the cache has all entries
+            if layer.borrowers:  # `answer_cache` is a full cache
                 all_entries = answer_cache.keys, answer_cache.values
                 stored_cache.append_sparsely_computed(
                     *slice_rows(all_entries, stored_cache.offset, answer_cache.offset)

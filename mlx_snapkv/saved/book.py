@@ -106,7 +106,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
 
     Args:
         folder: the folder to clean up. Subfolders are not searched.
-        before: time in seconds since the epoch. Files and folders that were written to later are kept.
+        before: time in seconds since the epoch. Files and folders written to at or after this time are kept.
     """
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -162,7 +162,7 @@ def open_book(path: Path, metadata_json: str, prompt_cache: list) -> None:
     for layer_number, (cache, n_codes) in enumerate(zip(caches, metadata["codes"], strict=True)):
         saved_files = []
         for file in _files_of_layer(folder, layer_number, cache, n_entries, n_codes):
-            # The checksums of all files are concatenated in the order that `_write_files` wrote them.
+            # The checksums of all files are concatenated, in the order in which `_write_files` wrote the files.
             file_checksums, remaining_checksums = np.split(remaining_checksums, [file.n_pieces])
             saved_files.append(
                 SavedFile(file.path, file.layout, file.n_rows, file_checksums, file.rows_per_piece)

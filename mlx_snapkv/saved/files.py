@@ -33,7 +33,7 @@ from ..sparse.prompt_caches import caches_in_files
 from . import book, sealed
 
 FORMAT = 2
-SAMPLES = 64  # maximum number of values per parameter that go into the fingerprint
+SAMPLES = 64  # the fingerprint includes at most this many values of each parameter
 _FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None
 _NOTES, _TOKENS = "notes", "tokens"  # metadata encoded by `_encode`
@@ -163,7 +163,7 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
 
 
 def _read_caches(path: Path) -> list:
-    """Load the caches in a file with mlx-lm. Raises: SnapKVError: mlx-lm can't read them."""
+    """Use mlx-lm to load the caches in a file. Raises: SnapKVError: mlx-lm can't read them."""
     try:
         prompt_cache = load_prompt_cache(str(path))
         mx.eval([cache.state for cache in prompt_cache])  # read the arrays now
@@ -234,8 +234,8 @@ def _safetensors_path(path: str | Path) -> Path:
 def fingerprint(model) -> str:
     """Hash a model's class and configuration, and each parameter's name, shape, dtype and a sample of its values.
 
-    At most `SAMPLES` evenly spaced values per parameter are hashed, so that large models take no longer. Training is
-    detected, because it changes all values. A change to a few weights can go unnoticed.
+    At most `SAMPLES` evenly spaced values per parameter are hashed, so that hashing a large model is fast, too.
+    Training is detected, because it changes all values. A change to a few weights can go unnoticed.
     """
     parameters = sorted(dict(tree_flatten(model.parameters())).items())
     samples = []

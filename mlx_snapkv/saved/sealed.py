@@ -28,9 +28,9 @@ def read_metadata(path: Path) -> dict[str, str]:
         size = os.fstat(file.fileno()).st_size
         header = _read_header(file)
     try:
-        arrays = json.loads(header[8:])  # after the header's length
+        arrays = json.loads(header[8:])  # the first 8 bytes are the length of the rest
         all_metadata = arrays.pop("__metadata__")
-        # `data_offsets` is the array's [start, end] in the data.
+        # `data_offsets` contains the array's start and end, counted from the end of the header.
         expected_size = len(header) + max(array["data_offsets"][1] for array in arrays.values())
         # mlx-lm stores the caller's metadata under "0." and the cache class names under "1.".
         are_texts = all(isinstance(value, str) for value in all_metadata.values())
