@@ -33,14 +33,14 @@ from ..sparse.cache import SparseKVCache
 
 
 class CompressedBatchCache(_BaseCache, ABC):
-    """Base class for a batch's cache in one layer. It contains one compressed cache per request.
+    """Base class for one layer's cache in a batch. It contains one compressed cache per request.
 
     It has the interface of mlx-lm's batched caches. Each step decodes one token per request.
 
     Attributes:
         request_caches: the requests' caches.
         keys: keys that the next step reads. In a pipeline, mlx-lm makes the last layer's keys depend on the hidden
-            states sent to the next process. Evaluating the keys then also sends the hidden states.
+            states sent to the next process, so that evaluating the keys also sends the hidden states.
         observes: whether the caches need the queries of new tokens. If so, the attention class must be patched.
     """
 
@@ -53,7 +53,7 @@ class CompressedBatchCache(_BaseCache, ABC):
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return the recorded arrays, for the caller to evaluate after each decoded token."""
+        """Return the recorded arrays, which the caller must evaluate after each decoded token."""
         return ()
 
     @property
@@ -289,7 +289,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         )
 
     def _n_rows_needed(self) -> int:
-        """Return how many rows the longest request needs now or for its next token."""
+        """Return how many rows the longest request needs, both now and after its next token."""
         return max(max(cache.n_entries, cache.n_after_next) for cache in self.request_caches)
 
     def _enlarge(self, n_rows: int) -> None:
@@ -338,7 +338,10 @@ def kind_of(prompt_cache: list) -> tuple:
 
 
 def _kind(cache: Any) -> tuple:
-    """Return a layer's kind. mlx-lm's caches of the same kind differ in length by less than a factor of 2."""
+    """Return the kind of one layer's cache.
+
+    mlx-lm's caches of the same kind differ in length by less than a factor of 2.
+    """
     if isinstance(cache, CompressedBatchCache):
         return cache.kind
     return type(cache).__name__, cache.size().bit_length()

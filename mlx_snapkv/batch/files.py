@@ -170,7 +170,8 @@ class AnswersFile:
     def _add_line(self, number: int, raw_line: bytes) -> None:
         """Register an answer or error from the file.
 
-        Raises: SnapKVError: the line is damaged, or the answer has another model or settings.
+        Raises: SnapKVError: the line is damaged, was not written by this package, or was written by a run with a
+            different model or settings.
         """
         try:
             key, earlier_run = _key_and_run(raw_line)
@@ -188,7 +189,7 @@ class AnswersFile:
             self.n_answered += 1
 
     def _require_same_run(self, earlier_run: dict[str, Any]) -> None:
-        """Check that a recorded answer has this run's model and settings. Raises: SnapKVError."""
+        """Check that an answer's run had the same model and settings as this run. Raises: SnapKVError."""
         run = {"model": self.model, **self.about}
         for name, value in run.items():
             earlier_value = earlier_run.get(name)
@@ -240,7 +241,7 @@ class AnswersFile:
 def _key_and_run(raw_line: bytes) -> tuple[str | int, dict[str, Any] | None]:
     """Parse a line of an answer file. Return the request's key, and the run's model and settings.
 
-    The key is `Line.key`. An error line records no model or settings, so the second result is None.
+    The key is `Line.key`. For an error line, which records no model or settings, the second result is None.
 
     Raises: ValueError, TypeError, KeyError: the line is damaged, or was not written by this package.
     """

@@ -67,11 +67,11 @@ class CompressedBatchGenerator(BatchGenerator):
         on_report: called with a request's uid and its `CompressionReport`.
         on_read: called after a prompt has been read, with the request's uid, its full caches, and the tokens in these
             caches. Other requests can continue from these caches. Not called for prompts that keep their full cache, or
-            if entries are evicted during prefill.
+            if the policy evicts during prefill.
         turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
         reads_first: whether requests decode together only while the batch is full or no prompt is left to read. Answers
             arrive later, but fewer decode steps are needed.
-        on_pause: called about once a second while a long chunk is read. Its arguments have no meaning. If it raises an
+        on_pause: called about once a second while a long chunk is read. It should ignore its arguments. If it raises an
             exception, the request fails.
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
@@ -305,5 +305,5 @@ class PromptBatch(PromptProcessingBatch):
         return single
 
     def extract_cache(self, idx: int) -> list[Any]:
-        """Return copies of the caches with the tokens read so far. `idx` must be 0."""
+        """Return copies of the caches, which contain the tokens read so far. `idx` must be 0."""
         return self.job.copy_caches()

@@ -126,7 +126,7 @@ class Group(GenerationBatch):
         return [cache.recorded for cache in compressed_caches(self.prompt_cache)]
 
     def copy_caches(self, idx: int) -> list:
-        """Copy a request's caches, so that other requests can continue from them."""
+        """Copy a request's caches, so that other requests can continue from the copies."""
         return self.extract_cache(idx)
 
     def _without_failed(self, responses: list[Any], errors: dict[int, Exception]) -> list[Any]:
@@ -175,7 +175,7 @@ class Single(Group):
 
     @property
     def can_join(self) -> bool:  # type: ignore[override]
-        """Return whether the request can decode with others: its prompt is compressed, or left to mlx-lm."""
+        """Return whether the request can decode with others; see `Job.can_join`."""
         return self.job.can_join
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
@@ -183,7 +183,7 @@ class Single(Group):
         return self.job.recording()
 
     def next(self) -> list[Any]:
-        """Decode one token, and return the response. Compress the prompt once all votes exist."""
+        """Decode one token, and return the response. Compress the prompt once all queries that vote are recorded."""
         job = self.job
         if job.error is not None:
             self.filter([])
@@ -209,7 +209,7 @@ class Single(Group):
         return list(self.job.caches)
 
     def copy_caches(self, idx: int) -> list:
-        """Copy the request's caches, so that other requests can continue from them."""
+        """Copy the request's caches, so that other requests can continue from the copies."""
         return self.job.copy_caches()
 
 

@@ -68,12 +68,15 @@ class Job:
 
     @property
     def can_join(self) -> bool:
-        """Return whether the request can decode with others, because its prompt is compressed or left to mlx-lm."""
+        """Return whether the request can decode with others.
+
+        It can if its prompt has been compressed or is left to mlx-lm, unless the request has failed.
+        """
         return self.error is None and self.request is None
 
     @property
     def loop_model(self) -> Any:
-        """Return the model for mlx-lm's loop."""
+        """Return the model to pass to mlx-lm's loop."""
         if self.request is not None:
             return self.request.model
         return split_at_evictions(self.model, self.caches)
@@ -94,8 +97,8 @@ class Job:
         if request is None:
             return
         on_read = self._on_read
-        # Keep a reference to the full caches only if `on_read` needs them. If there is no reference, each layer's full
-        # cache is freed when the layer is compressed.
+        # Keep a reference to the full caches only if `on_read` needs them, so that otherwise each layer's full cache is
+        # freed when the layer is compressed.
         full_caches = None if on_read is None else self._full_caches(request)
         report = request.compress()
         self.request = None
@@ -110,7 +113,7 @@ class Job:
         self._on_report(self.uid, report)
 
     def _full_caches(self, request: Request) -> list | None:
-        """Return caches with all entries so far, or None if entries were evicted during prefill."""
+        """Return caches with all entries so far, or None if the policy evicts during prefill."""
         if request.plan.sparse is not None:
             return request.prompt_cache
         if request.plan.config.evicts_in_blocks:
@@ -118,7 +121,7 @@ class Job:
         return caches_to_save(copies_sharing_entries(request.caches, request.layers))
 
     def copy_caches(self) -> list:
-        """Copy the caches with the tokens read so far, so that other requests can continue from them."""
+        """Copy the caches, which contain the tokens read so far. Other requests can continue from the copies."""
         caches_so_far = self.caches if self.request is None else self.request.caches_so_far
         caches = caches_to_save(copy.deepcopy(caches_so_far))
         for cache in all_caches(caches):

@@ -17,7 +17,7 @@ from ..planning.kv_limit import NO_KV_LIMIT, advice_to_fit, machine_kv_limit, re
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
 
-# Memory is always reserved for this many answer tokens, unless a request asks for fewer.
+# Memory is always reserved for at least this many answer tokens, unless a request asks for fewer.
 RESERVED_ANSWER = 2048
 
 
@@ -31,8 +31,8 @@ class Memory:
     Args:
         sizes: the model's entry sizes.
         options: keyword arguments for `CompressedBatchGenerator`.
-        limit: KV memory limit in bytes. None: the memory that the model leaves free on this machine. `NO_KV_LIMIT`: no
-            limit.
+        limit: KV memory limit in bytes, or `NO_KV_LIMIT`. None means the memory that the model leaves free on this
+            machine.
     """
 
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int | None):
@@ -80,7 +80,7 @@ class Memory:
     def longest_answer(self, n_prompt: int, max_tokens: int) -> int:
         """Return how many answer tokens to reserve memory for: `max_tokens`, or fewer if memory is short.
 
-        Clients often allow long answers that they rarely get, so a request is not rejected just because its longest
+        Clients often allow much longer answers than they get, so a request is not rejected just because its longest
         possible answer would not fit. The result is at least `RESERVED_ANSWER`, unless `max_tokens` is smaller. If the
         user has set a limit, the result is always `max_tokens`.
         """
@@ -124,10 +124,10 @@ class Memory:
     def _cache_bytes_at_end(self, needs: list[Need]) -> int:
         """Return an upper bound on the total size of the caches at the end of all answers, including padding.
 
-        Requests in a group share arrays, so each request takes as much memory as the longest one. Without a policy, all
-        requests form a single mlx-lm group. With a policy, the requests in a group have similar sizes, so padding at
-        most doubles a request's size. If the buffers grow, they also have unused rows, so a request is at most 4 times
-        as large.
+        If requests share arrays, each takes as much memory as the longest one. Without a policy or sparse attention,
+        all requests share mlx-lm's arrays. With a policy, only requests of similar size share arrays, so padding at
+        most doubles a request's size. If the buffers grow, they also have unused rows, and a request takes at most 4
+        times its own size.
         """
         has_policy = self._footprint.config.setting is not None
         total_bytes = 0

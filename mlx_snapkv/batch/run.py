@@ -78,7 +78,8 @@ class Run:
             seeds are random.
 
     Raises:
-        SnapKVError: the model can't decode prompts together, or the setting does not support the model.
+        SnapKVError: the options are invalid, the setting does not support the model, or mlx-lm can't decode several
+            prompts together with it.
         OSError: an answer can't be written.
     """
 
@@ -113,7 +114,7 @@ class Run:
         )
 
     def answer(self, lines: Iterable[Line], on_progress: Callable[[Progress], None]) -> None:
-        """Write an answer or an error for every line that has none yet. Call `on_progress` after every step."""
+        """Write an answer or an error for every line that has neither yet. Call `on_progress` after every step."""
         started = time.perf_counter()
         requests = self._requests_of(lines)
         try:
@@ -126,9 +127,10 @@ class Run:
         on_progress(self.progress)
 
     def _requests_of(self, lines: Iterable[Line]) -> Iterator[Request]:
-        """Yield a request for every valid line that has no answer yet, and write an error for every invalid one.
+        """Yield a request for every valid line, and write an error for every invalid one.
 
-        This also updates `progress` with the skipped lines and the length of the longest prompt.
+        Lines that already have an answer or an error are skipped. This also updates `progress` with the number of
+        skipped lines and the length of the longest prompt.
         """
         for line in lines:
             if self.answers.has(line):
@@ -170,7 +172,7 @@ class Run:
         return int.from_bytes(first_64_bits, "big")
 
     def _admit(self, requests: Iterator[Request]) -> bool:
-        """Add requests until the batch is full or the next request does not fit in memory.
+        """Add requests until the batch is full, none is left, or the next one does not fit in memory.
 
         A request that does not fit is stored in `_waiting`. Return False if the batch is empty.
         """
@@ -198,7 +200,8 @@ class Run:
         """Read one prompt chunk, and decode one token per answer."""
         try:
             prompt_responses, answer_responses = self._generator.next()
-        except Exception as error:  # without a policy, there is no telling which request failed
+        except Exception as error:
+            # Without a policy or sparse attention, mlx-lm does not say which request failed, so all of them fail.
             self._fail_all_active(error)
             return
         for response in prompt_responses:
@@ -210,7 +213,7 @@ class Run:
             self._add_response(response)
 
     def _fail_all_active(self, error: Exception) -> None:
-        """Write an error for every request in the batch, and create a new generator for later requests."""
+        """Write an error for every request in the batch, and create a new generator for the requests that follow."""
         requests = list(self._active.values())
         self._active = {}
         self._generator.close()

@@ -34,9 +34,9 @@ class BlockKVCache(EvictingCache):
         [n_kept : size())   entries added since the last eviction
 
     If the next tokens don't fit, the cache first evicts all but `quota.entries` entries and moves the kept entries to
-    the front. All entries precede the new tokens, so the usual causal mask applies: each new token sees all of these
-    entries. Keys keep their original RoPE rotation, and `offset` is the next token's position in the text. An update of
-    more than `block` tokens is kept in full until the next update.
+    the front. All entries in the cache precede the new tokens, so the usual causal mask applies. Keys keep their
+    original RoPE rotation, and `offset` is the next token's position in the text. An update of more than `block` tokens
+    is kept in full until the next update.
 
     Args:
         policy: policy that scores the entries.
@@ -84,8 +84,8 @@ class BlockKVCache(EvictingCache):
         self.counts_attention = counts_attention or policy.accumulates_attention
         # Attention received by the first `n` entries, `(B, n_kv_heads, n)` float32; None before the first count.
         self._counted_attention: mx.array | None = None
-        # Counting attention reads all keys, so queries of single tokens wait here until there are `block` of them, `(B,
-        # n_heads, 1, head_dim)` each.
+        # Queries of single tokens whose attention has not been counted yet, `(B, n_heads, 1, head_dim)` each. Counting
+        # reads all keys, so it waits until there are `block` of these queries.
         self._waiting_queries: list[mx.array] = []
         # Positions of the entries in the first rows, uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
@@ -183,9 +183,9 @@ class BlockKVCache(EvictingCache):
         self.replace_entries(kept_entries)
 
     def _window_voters(self, voters: Queries | None) -> Queries:
-        """Return the last `policy.obs_window` voters, leaving out voters before the recent window.
+        """Return the last `policy.obs_window` voters, but only those in the recent window.
 
-        Some of the entries that those earlier voters saw may have been evicted.
+        Entries that earlier voters saw may have been evicted. If there is no recent window, return only the last voter.
 
         Raises: SnapKVError: no queries were recorded.
         """
@@ -213,16 +213,16 @@ class BlockKVCache(EvictingCache):
         )
 
     def _record_chunk(self, captured: CapturedQueries) -> None:
-        """Record the newest queries. If the policy needs it, count the attention that they give."""
+        """Record the newest queries. If `counts_attention` is set, also count the attention that the chunk gives."""
         super()._record_chunk(captured)
         if self.counts_attention:
             self._count_attention(captured)
 
     def _count_attention(self, captured: CapturedQueries) -> None:
-        """Count the attention that a call's queries give, leaving out queries from `last` on.
+        """Count the attention that a call's queries give, leaving out queries from position `last` on.
 
-        Single-token queries are collected, and counted once there are `block` of them. The call's entries are already
-        in the cache.
+        Queries of single tokens are collected until there are `block` of them or a longer call follows. The call's
+        entries are already in the cache.
         """
         chunk_start = self.offset - captured.queries.shape[2]
         n_voters = int(min(self.last, self.offset)) - chunk_start
@@ -259,7 +259,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded arrays to evaluate after each decoded token."""
+        """Return the recorded arrays, which the caller must evaluate after each decoded token."""
         counted = [] if self._counted_attention is None else [self._counted_attention]
         return [*super().recorded, *self._waiting_queries, *counted]
 
@@ -271,7 +271,7 @@ class BlockKVCache(EvictingCache):
         lacks_votes = self.policy.obs_window > 0 and not self._queries
         lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums
         if (lacks_votes or lacks_statistics) and self._n_since_eviction == 0:
-            return False  # no query can vote yet, but the next tokens' queries can
+            return False  # no queries have been recorded yet; wait for those of the next tokens
         n_next = L
         if self.offset in self.steady:  # before the first steady token, make room for all of them
             n_next = max(L, len(self.steady))
@@ -302,9 +302,9 @@ class BlockKVCache(EvictingCache):
         return max(self._n_entries, n_rows)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return the mask for the next `N` tokens: None, "causal", or bool `(N, n + N)`.
+        """Return the mask for the next `N` tokens: None, "causal", or a bool array `(N, n + N)`.
 
-        `n` is the number of entries before these tokens, after any eviction.
+        `n` is the number of entries that precede these tokens after any eviction.
         """
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't have a budget")

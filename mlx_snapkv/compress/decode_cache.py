@@ -18,7 +18,7 @@ def make_decode_cache(
 
     Args:
         layer: the cache's `AttentionLayer`.
-        kept_entries: the entries kept from the prompt. Later entries get the same quantisation.
+        kept_entries: the entries kept from the prompt. Entries of later tokens get the same quantisation.
         offset: position of the next token.
         policy: the policy that compressed the prompt. Its `schedule` and `on_full` determine the type of the cache.
         quota: number of entries that the policy keeps in this layer.

@@ -26,10 +26,10 @@ from ..entries.query_moments import QueryMoments
 
 
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
-    """Base class for caches that evict entries. It stores and saves the entries.
+    """Base class for caches that evict entries.
 
-    The entries are in the first `size()` rows of the buffers `keys` and `values`. Subclasses define the row order and
-    decide when to evict.
+    This class manages the buffers `keys` and `values`, whose first `size()` rows hold the entries, and converts the
+    cache to and from the `state` that mlx-lm saves. Subclasses define the row order and decide when to evict.
 
     Attributes:
         keys, values: the buffers, `(B, n_kv_heads, n_rows, head_dim)` each, or the arrays of quantised entries.
@@ -37,7 +37,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         layer: the cache's `AttentionLayer`, or None if the policy needs only the entries.
     """
 
-    # Attributes to save as JSON. All but the first belong to `Recorder`.
+    # Names of attributes to save as JSON. All but the first belong to `Recorder`.
     SAVED_NUMBERS: ClassVar[tuple[str, ...]] = (
         "offset",
         "first",
@@ -59,13 +59,13 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Append stored keys and values. If they don't fit, evict entries first."""
 
     def compact(self) -> None:
-        """Move all entries to the first `n_entries` rows, as `claim_row` requires."""
+        """Move entries that are not in their final rows yet, as `claim_row` requires. By default, do nothing."""
 
     @abstractmethod
     def claim_row(self) -> int:
         """Count a new token, and return the row where the caller must write the token's entry.
 
-        Call `compact` first.
+        `compact` must have been called before.
         """
 
     def must_evict(self, L: int = 1) -> bool:
@@ -76,7 +76,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Evict entries to make room for the next tokens."""
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores the cache's current state. It can be called more than once."""
+        """Return a function that restores the cache's current state. The function can be called more than once."""
         return super().restorer() if self.grows else restorer_of(self)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
@@ -93,7 +93,10 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     @property
     def state(self) -> tuple[str, dict[str, Any]]:
-        """Return what to save: numbers as a JSON string, and arrays. mlx-lm's files only store strings and arrays."""
+        """Return the attributes to save: numbers as a JSON string, and arrays by name.
+
+        The numbers are converted because mlx-lm's files store only strings and arrays.
+        """
         saved_arrays = self._saved_arrays()
         arrays = {name: array for name, array in saved_arrays.items() if array is not None}
         return json.dumps(self._saved_numbers()), arrays
@@ -125,7 +128,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Restore the saved attributes. Files turn tuples into lists, and leave out empty lists."""
+        """Restore the saved attributes. After loading from a file, tuples are lists, and empty lists are missing."""
         quantization_fields = numbers["quantization"]
         if quantization_fields is None:
             self.quantization = None
@@ -146,7 +149,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             setattr(self, name, numbers[name])
 
     def is_trimmable(self) -> bool:
-        """Return False: mlx-lm may trim any number of tokens, but an eviction can't be undone."""
+        """Return False, because mlx-lm could trim back to before an eviction, and evicted entries are gone."""
         return False
 
     def size(self) -> int:

@@ -16,9 +16,10 @@ THEN = " then "  # separates two policies in a string
 class Compress:
     """Evicts entries with one policy, or with one for the prompt and another for the answer.
 
-    With schedule="block", `policy` evicts entries while the prompt is read. The larger sink and the larger window of
-    the two policies are kept. `decode_policy` evicts at the end of the prompt and during the answer. At the end of the
-    prompt, at most the last `decode_policy.obs_window` queries of the prompt vote.
+    If `policy` has schedule="block", it evicts entries while the prompt is read, and keeps the larger of the two
+    policies' sinks and the larger of their windows. `decode_policy` evicts at the end of the prompt and during the
+    answer. At the end of the prompt, at most its last `decode_policy.obs_window` queries vote, unless `decode_policy`
+    accumulates the attention of all queries.
 
     `decode_policy` defaults to `policy`. If it is set, `policy` must have schedule="block".
 

@@ -43,7 +43,7 @@ class Policy(Hyperparameters, ABC):
     query_statistics: ClassVar[int | None] = None
     lookahead: ClassVar[int] = 0  # number of answer tokens whose queries also vote
     prefill_chunk: ClassVar[int | None] = None  # tokens; None means `prefill_step_size`
-    on_full: ClassVar[str] = "slide"  # or "grow", which only matters with schedule="once"
+    on_full: ClassVar[str] = "slide"  # or "grow"; used only with schedule="once"
     heads_agree: ClassVar[bool] = False  # whether all heads of a layer keep the same positions
 
     budget: int | str = entry_count(8192, least=1)
@@ -99,7 +99,8 @@ class Policy(Hyperparameters, ABC):
     def quota(self, n_prompt: int) -> Quota:
         """Return each full-attention layer's quota for a prompt of `n_prompt` tokens.
 
-        Raises: SnapKVError: the budget is a share that comes to less than one entry, or is too small for a window.
+        Raises: SnapKVError: the budget is a share of the prompt that comes to less than one entry, or to too few for a
+            sliding window.
         """
         n_entries = amount(self.budget, n_prompt)
         self._require_usable_budget(n_entries)

@@ -48,8 +48,8 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     n_tied_chosen = k - is_better.sum(axis=-1, keepdims=True)
     tied_so_far = mx.cumsum(is_tied.astype(mx.int32), axis=-1)
     is_chosen = is_better | (is_tied & (tied_so_far <= n_tied_chosen))
-    # Write each chosen position to its rank among the chosen positions. All other positions go to index k, which is cut
-    # off.
+    # A chosen position goes to the index that is its rank among the chosen positions. All other positions go to index
+    # k, which is cut off.
     n_chosen_so_far = mx.cumsum(is_chosen.astype(mx.int32), axis=-1)
     target_indices = mx.where(is_chosen, n_chosen_so_far - 1, k)
     positions = mx.broadcast_to(mx.arange(T, dtype=mx.uint32), scores.shape)

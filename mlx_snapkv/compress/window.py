@@ -40,7 +40,7 @@ class SnapKVCache(EvictingCache):
     update would have overwritten. Pending entries move into the window before the next update.
 
     Args:
-        keys: `(B, n_kv_heads, n_pin + n, head_dim)` in order of position with `n <= n_window`, or the arrays of
+        keys: keys in order of position, `(B, n_kv_heads, n_pin + n, head_dim)` with `n <= n_window`, or the arrays of
             quantised keys.
         values: values in the same format.
         positions: original positions of the pinned entries, uint32 `(B, n_kv_heads, n_pin)`.
@@ -162,7 +162,7 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = map_arrays(mx.contiguous, rows_to_keep)
 
     def compact(self) -> None:
-        """Move all entries to the first `n_entries` rows, as `claim_row` requires."""
+        """Move pending entries into the window, as `claim_row` requires, and free unneeded rows."""
         self._move_pending_entries()
         self._free_unneeded_rows(1)
 
@@ -198,7 +198,10 @@ class SnapKVCache(EvictingCache):
         return visibility_mask(self.n_pin, n_in_window, self.n_window, N, oldest)
 
     def is_trimmable(self) -> bool:
-        """Return True only for speculative decoding, where mlx-lm trims no more tokens than it has appended."""
+        """Return True only for a growing window in speculative decoding.
+
+        There, mlx-lm trims no more tokens than it has appended.
+        """
         return self.is_drafted and self.grows
 
     def trim(self, n: int) -> int:  # type: ignore[override]
@@ -232,8 +235,8 @@ class SnapKVCache(EvictingCache):
 def visibility_mask(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:
     """Return which rows each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
 
-    Number the recent entries from 0 in order of position, and then the new tokens, so that token `i` has number
-    `n_recent + i`. Each token sees the pinned entries, and the `n_window` entries up to and including its own: numbers
+    The recent entries are numbered from 0 in order of position, and the new tokens' entries from `n_recent`. New token
+    `i` sees the pinned entries, and the `n_window` entries up to and including its own, which have the numbers
     `(n_recent + i - n_window, n_recent + i]`.
 
     Args:

@@ -77,7 +77,7 @@ class ExpectedAttention(Policy):
         """Return the mean and half the covariance of future queries, rotated and scaled.
 
         Args:
-            entries: the layer's entries, with its query statistics.
+            entries: the layer's entries, including the query statistics.
             keys: any keys of the layer, `(B, n_kv_heads, n, head_dim)`. Only their shape is used.
 
         Returns:

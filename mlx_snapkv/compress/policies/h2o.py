@@ -14,7 +14,7 @@ class H2O(Policy):
     """Keeps the entries that have received the most attention from all queries so far (section 4.1).
 
     As in the paper (algorithm 1), half of the budget goes to recent entries. Attention is averaged over the query heads
-    of a GQA group and accumulates from block to block. When an entry is evicted, its count is lost.
+    of a GQA group and accumulates from block to block. The attention that an evicted entry has received is forgotten.
     """
 
     name = "h2o"

@@ -69,7 +69,8 @@ def _differences(states: mx.array) -> mx.array:
     deviation of each entry's scaled coordinates, after a softmax over the block.
 
     Args:
-        states: keys or values `(B, n_kv_heads, n_blocks * LAG, head_dim)`. The last block is only compared against.
+        states: keys or values, `(B, n_kv_heads, n_blocks * LAG, head_dim)`. The last block only provides the minimum
+            and maximum for the block before it.
     """
     blocks = mx.unflatten(states.astype(mx.float32), 2, (-1, LAG))
     next_blocks = blocks[:, :, 1:]

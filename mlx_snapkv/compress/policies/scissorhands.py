@@ -17,8 +17,8 @@ class ScissorHands(Policy):
     contrast, H2O sums the weights of all queries, SnapKV those of the last queries, and TOVA uses only the last query.
 
     Attributes:
-        obs_window: number of recent queries to count (the paper's history window). With schedule="block", only queries
-            in the recent window count, because entries that earlier queries saw may have been evicted.
+        obs_window: number of recent queries that vote (the paper's history window). With schedule="block", only queries
+            in the recent window vote, because entries that earlier queries saw may have been evicted.
         n_window: number of recent entries that are always kept (the paper's recent window), or a share of the budget.
 
     Differences from the paper: by default, all layers have the same budget, and counts are averaged over the query

@@ -10,7 +10,7 @@ from ...errors import SnapKVError
 from ...hyperparameters import choice, count, entry_count, smallest_budget
 from ..policy import Policy
 
-# pool="forward" compares this many of the prompt's last queries with the earlier queries.
+# pool="forward" compares the prompt's last 32 queries, and its last 64, with the queries before them.
 LATEST_COUNTS = (32, 64)
 
 
@@ -25,8 +25,8 @@ class SnapKV(Policy):
         budget: total number of entries to keep, or a share of the prompt ("25%"). Set either this or `top_k`. Defaults
             to the smallest budget that fits the sink, the window and `top_k` entries.
         obs_window: number of queries at the end of the prompt that vote (the paper's L_obs).
-        pool_kernel: width of the vote pooling in entries (section 4.1), ideally about the length of the values to look
-            up. 1 disables pooling.
+        pool_kernel: number of neighbouring entries whose votes are pooled (section 4.1), ideally about the length in
+            tokens of the values to look up. 1 disables pooling.
         pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd width. "forward"
             scores an entry by the largest of three numbers: its votes, which are best for plain text, and two
             contrasts, which are best for exact values. A contrast is the mean vote of the prompt's last 32 or 64
@@ -83,7 +83,7 @@ class SnapKV(Policy):
             self._derive_top_k()
 
     def _derive_top_k(self) -> None:
-        """Set `top_k` to the number of entries that `budget` leaves for voting.
+        """Set `top_k` to the number of entries that `budget` leaves to be chosen by vote.
 
         If the budget is a share of the prompt, `top_k` keeps its default and is not used.
 
@@ -135,9 +135,9 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
     Mean votes are the average of the mean over all queries and the mean over the last 32 queries.
 
     A contrast is `max(0, mean over the last queries - mean over the earlier queries)`. There is one for the prompt's
-    last 32 queries and one for its last 64. A contrast is left out if there are no earlier queries. If both are left
-    out, both results are the mean over all queries. Lookahead queries count as last queries, in addition to the 32 or
-    64.
+    last 32 queries and one for its last 64. A contrast is left out if there are no earlier queries. Without any
+    contrast, both results are the mean over all queries. Lookahead queries count as last queries, in addition to the 32
+    or 64.
     """
     indices = entries.voters.indices
     n_queries = len(indices)

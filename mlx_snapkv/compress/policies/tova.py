@@ -24,6 +24,6 @@ class TOVA(Policy):
     n_window: int | str = 1
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the last query's attention, averaged over the layer's heads: `(B, n_kv_heads, T)` float32."""
+        """Return the last query's attention, averaged over the layer's heads, `(B, n_kv_heads, T)` float32."""
         votes = entries.votes
         return mx.broadcast_to(votes.mean(axis=1, keepdims=True), votes.shape)
