@@ -87,8 +87,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     from ..sparse.options import Sparse
 
     budget = n_prompt // REDUCTION
-    # No lookahead: it would delay the compression by some answer tokens, and these short answers might end before that.
-    snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
+    snapkv = SnapKV(budget=budget, obs_window=32)
     sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
     return {FULL_NAME: {}, SNAPKV_NAME: {"policy": snapkv}, SPARSE_NAME: {"sparse": sparse}}
 
@@ -141,7 +140,7 @@ def _next_steps(model: str, document_file: str | None, question: str, n_prompt: 
             f"--prompt-file {shlex.quote(document_file)} --prompt {shlex.quote(question)}"
         )
         command = f"{program} generate --model {model} {prompt_options}"
-        snapkv_options = f"budget={n_prompt // REDUCTION},obs_window=32,lookahead=0"
+        snapkv_options = f"budget={n_prompt // REDUCTION},obs_window=32"
         lines.append(f"Ask again: {command} --snapkv {snapkv_options}")
     return "\n".join(lines)
 

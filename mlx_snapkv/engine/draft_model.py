@@ -1,8 +1,8 @@
 """Speculative decoding with a draft model and a compressed main cache.
 
 mlx-lm's speculative loop copies the list of caches it is given, so the caches can't be replaced while it runs. The main
-model's cache must therefore be compressed before the loop starts: until then, the main model decodes alone. With
-greedy sampling, the answer is the same as without a draft model, token for token.
+model's cache must therefore be compressed before the loop starts: until then, the main model decodes alone. With greedy
+sampling, the answer is the same as without a draft model, token for token.
 """
 
 import contextlib

@@ -105,8 +105,8 @@ def require_servable(model, config: CompressionConfig) -> None:
 def _run_in_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
     """Return mlx-lm's iterator for a request that is not compressed.
 
-    If an earlier request compressed the prompt cache, the cache can still evict. In that case, model calls are split
-    at evictions, and the queries that vote are recorded.
+    If an earlier request compressed the prompt cache, the cache can still evict. In that case, model calls are split at
+    evictions, and the queries that vote are recorded.
 
     Raises: SnapKVError: the prompt is given as embeddings, and the prompt cache evicts.
     """

@@ -34,7 +34,7 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
     estimated by timing a layer, but only on a GPU. On a CPU, this would take too long.
 
     Args:
-        model: an mlx-lm model. Its weights may be uninitialised.
+        model: an mlx-lm model. Its weights need not be loaded.
     """
     speed = speed_of(model, Sparse())
     estimate = Speed()
@@ -52,7 +52,7 @@ def layer_speed(model: Any) -> Speed:
     timed.
 
     Args:
-        model: an mlx-lm model. Its weights may be uninitialised.
+        model: an mlx-lm model. Its weights need not be loaded.
 
     Raises: SnapKVError: the model does not support sparse attention.
     """

@@ -134,8 +134,8 @@ class EngineRequest:
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
         answer: the answer so far, set when the request starts.
         report: the compression report. None until the prompt has been read.
-        stored_prefix: the prefix that this request has stored. It is stored at the last checkpoint or, if no
-            checkpoint is reached, after the prompt or the answer. None until then.
+        stored_prefix: the prefix that this request has stored. It is stored at the last checkpoint or, if no checkpoint
+            is reached, after the prompt or the answer. None until then.
     """
 
     body: Body
