@@ -204,8 +204,8 @@ def _compare(session: Session, _: str) -> None:
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
     policy = conversation.policy
     try:
-        # Full attention is used only for the last turn. The entries of earlier turns are reused as sparse attention
-        # computed them.
+        # Only the last turn is read again with full attention. The entries of earlier turns, which sparse attention
+        # computed, are reused.
         conversation.policy = Sparse(budget="100%", read="dense")
         is_same = _answer_again(session)
     finally:

@@ -25,7 +25,7 @@ SECRET = "api_key"
 # tests.
 NO_OPTIONS = {"speed_record", "real_models"}
 
-Table = dict[str, Any]  # a table of config.toml; its keys have underscores instead of hyphens
+Table = dict[str, Any]  # a table of config.toml; `_checked_table` replaces the hyphens in its keys
 
 
 class ConfigValue(NamedTuple):

@@ -243,8 +243,8 @@ class DraftOptions:
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         """Load the draft model, if any, and return the `stream_generate` keywords for it.
 
-        Raises: SnapKVError: the draft model can't be loaded, or its vocabulary does not have the same size as in
-            `tokenizer`, the main model's tokenizer.
+        Raises: SnapKVError: the draft model can't be loaded, or the vocabulary size of its tokenizer differs from
+            that of `tokenizer`, the main model's tokenizer.
         """
         from .loading import load_model
 

@@ -362,7 +362,7 @@ def _difference(
         return None
     n_same = common_prefix([full_tokens, tokens])
     text_before = tokenizer.decode(full_tokens[max(0, n_same - N_CONTEXT_TOKENS) : n_same])
-    # If an answer ends before index `n_same`, its token text is empty.
+    # If an answer has only `n_same` tokens, the text of its next token is empty.
     full_token_text = tokenizer.decode(full_tokens[n_same : n_same + 1])
     token_text = tokenizer.decode(tokens[n_same : n_same + 1])
     return n_same, text_before, full_token_text, token_text

@@ -46,7 +46,7 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 
 
 def layer_speed(model: Any) -> Speed:
-    """Estimate one token's attention time over all layers that can be sparse, with full and with sparse attention.
+    """Estimate one token's attention time, full and sparse, over all layers that support sparse attention.
 
     Only the difference between the two times is meaningful for a whole token, because the rest of the model is not
     timed.

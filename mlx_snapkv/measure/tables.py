@@ -95,8 +95,8 @@ class Page(NamedTuple):
         return as_page(self.title, result, self.remark, self.tables(result["summary"]))
 
 
-# For each suffix, a pattern that occurs near the start of every such file that this package writes. There is no pattern
-# for .jsonl, because `Results` checks those files.
+# For each suffix, a pattern that occurs near the start of every result file with that suffix. There is no pattern for
+# .jsonl, because `Results` checks those files.
 _COMMAND = rb"(mlx-snapkv|python scripts/evaluate\.py) "
 _FILE_MARKS = {
     ".json": rb'"command": "' + _COMMAND,

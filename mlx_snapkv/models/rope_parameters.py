@@ -1,7 +1,7 @@
 """Translate transformers 5's `rope_parameters` to the names that mlx-lm reads.
 
 Most model families in mlx-lm 0.32.2 read only `rope_theta` and `rope_scaling`. If both are missing, LLaMA silently
-falls back to a base of 10,000 and Qwen2 to one of 1,000,000, so they generate nonsense, and Qwen3-Next fails. Delete
+falls back to a base of 10,000 and Qwen2 to a base of 1,000,000, and both generate nonsense. Qwen3-Next fails. Delete
 this file and its tests once mlx-lm reads `rope_parameters` for every family, as it already does for Qwen3.
 """
 

@@ -31,7 +31,8 @@ class Need(NamedTuple):
     kept_bytes: int  # size of the entries after compression, not counting `extra_in_answer`
     cache_bytes_at_end: int  # size of all caches after the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    extra_in_answer: int = 0  # sparse attention's entries, index and means in memory; otherwise 0
+    # With sparse attention, the size of the prompt's entries, index and means in memory. Otherwise 0.
+    extra_in_answer: int = 0
     chunk_bytes: int = 0  # activations, scores and copied entries while a prompt chunk is read
     step_bytes: int = 0  # entries that are copied to decode one answer token
 
@@ -147,7 +148,10 @@ class Footprint:
         )
 
     def _chunk_bytes(self, plan: Plan) -> int:
-        """Return how many bytes a chunk needs on top of the caches, for activations, scores and copied entries."""
+        """Return how many bytes a chunk needs on top of the caches.
+
+        They are needed for activations, scores, and a copy of one layer's entries.
+        """
         sizes = self.sizes
         n_prompt = plan.n_prompt
         reading = plan.sparse_reading

@@ -18,7 +18,7 @@ def machine_kv_limit(footprint: Footprint) -> int:
     """Return how many bytes of this machine's memory are left for KV entries.
 
     That is the memory for models, minus MLX's buffer cache, the weights, and the memory for reading a chunk of the
-    longest prompt that the model was trained for.
+    longest prompt that the model was trained for. If that length is unknown, `TYPICAL_PROMPT` is assumed.
 
     Args:
         footprint: estimates how much memory requests take.
@@ -51,8 +51,8 @@ def request_fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: in
 def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> str:
     """Suggest a change that makes a request fit in `limit` bytes of KV memory, or say that none does.
 
-    These changes are tried in order: entries in 4 bits, entries in files, a shorter prompt, and a shorter answer. The
-    first that is enough is suggested.
+    These changes are tried in order: sparse attention with entries in 4 bits, sparse attention with entries in files, a
+    shorter prompt, and a shorter answer. The first that is enough is suggested.
 
     Args:
         footprint: estimates how much memory requests take. With its config, the request does not fit.

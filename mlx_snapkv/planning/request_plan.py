@@ -180,7 +180,7 @@ class Plan:
 
         Entries of earlier turns are included. Unless the store is "memory", every chunk that chooses entries moves the
         earlier entries to the store before its own entries are appended, so the cache only needs room for the entries
-        that are read before the first such chunk.
+        that precede the first such chunk.
         """
         reading = self.sparse_reading
         moves_to_store = self.config.store != "memory"
