@@ -71,8 +71,8 @@ class CompressedBatchGenerator(BatchGenerator):
         turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
         reads_first: whether requests decode together only while the batch is full or no prompt is left to read. Answers
             arrive later, but fewer decode steps are needed.
-        on_pause: called about once a second while a long chunk is read. It should ignore its arguments. If it raises an
-            exception, the request fails.
+        on_pause: called about once a second while a long chunk is read. It must accept two arguments, which have no
+            meaning. If it raises an exception, the request fails.
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
     Raises:

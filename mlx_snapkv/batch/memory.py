@@ -125,9 +125,9 @@ class Memory:
         """Return an upper bound on the total size of the caches at the end of all answers, including padding.
 
         If requests share arrays, each takes as much memory as the longest one. Without a policy or sparse attention,
-        all requests share mlx-lm's arrays. With a policy, only requests of similar size share arrays, so padding at
-        most doubles a request's size. If the buffers grow, they also have unused rows, and a request takes at most 4
-        times its own size.
+        requests of any length can share mlx-lm's arrays. With a policy, only requests of similar size share arrays, so
+        padding at most doubles a request's size. If the buffers grow, they also have unused rows, and a request takes
+        at most 4 times its own size.
         """
         has_policy = self._footprint.config.setting is not None
         total_bytes = 0

@@ -85,7 +85,7 @@ class BlockKVCache(EvictingCache):
         # Attention received by the first `n` entries, `(B, n_kv_heads, n)` float32; None before the first count.
         self._counted_attention: mx.array | None = None
         # Queries of single tokens whose attention has not been counted yet, `(B, n_heads, 1, head_dim)` each. Counting
-        # reads all keys, so it waits until there are `block` of these queries.
+        # reads all keys, so up to `block` of these queries are collected first.
         self._waiting_queries: list[mx.array] = []
         # Positions of the entries in the first rows, uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
@@ -221,8 +221,8 @@ class BlockKVCache(EvictingCache):
     def _count_attention(self, captured: CapturedQueries) -> None:
         """Count the attention that a call's queries give, leaving out queries from position `last` on.
 
-        Queries of single tokens are collected until there are `block` of them or a longer call follows. The call's
-        entries are already in the cache.
+        Queries of single tokens are collected until there are `block` of them, a longer call follows, or entries are
+        evicted. The call's entries are already in the cache.
         """
         chunk_start = self.offset - captured.queries.shape[2]
         n_voters = int(min(self.last, self.offset)) - chunk_start

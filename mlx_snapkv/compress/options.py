@@ -17,9 +17,9 @@ class Compress:
     """Evicts entries with one policy, or with one for the prompt and another for the answer.
 
     If `policy` has schedule="block", it evicts entries while the prompt is read, and keeps the larger of the two
-    policies' sinks and the larger of their windows. `decode_policy` evicts at the end of the prompt and during the
-    answer. At the end of the prompt, at most its last `decode_policy.obs_window` queries vote, unless `decode_policy`
-    accumulates the attention of all queries.
+    policies' sinks and the larger of their windows. `decode_policy` evicts at the end of the prompt and, unless it
+    `grows`, during the answer. At the end of the prompt, at most the last `decode_policy.obs_window` of the prompt's
+    queries vote, unless `decode_policy` accumulates the attention of all queries.
 
     `decode_policy` defaults to `policy`. If it is set, `policy` must have schedule="block".
 

@@ -137,7 +137,7 @@ class SparseMode:
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
-            # A layer that borrows this layer's entries receives them as arrays, so the cache must return all of them.
+            # Borrowers of this layer's entries receive them as arrays, so the cache must return all of them.
             if layer.borrowers:
                 stored_cache = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored_cache.stored_entries().with_quantization(None)))
@@ -163,7 +163,7 @@ class SparseMode:
             report.plain_path = why_plain_path(ranking, one_query)
 
     def use_full_attention(self, caches: list) -> None:
-        """Append the entries computed with sparse attention to the full caches, and put these in `caches`.
+        """Replace `caches` with the full caches, after appending the entries computed with sparse attention to them.
 
         From then on, tokens read all entries until `compress` is called again.
         """

@@ -25,10 +25,10 @@ class SnapKV(Policy):
         budget: total number of entries to keep, or a share of the prompt ("25%"). Set either this or `top_k`. Defaults
             to the smallest budget that fits the sink, the window and `top_k` entries.
         obs_window: number of queries at the end of the prompt that vote (the paper's L_obs).
-        pool_kernel: number of neighbouring entries whose votes are pooled (section 4.1), ideally about the length in
-            tokens of the values to look up. 1 disables pooling.
-        pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd width. "forward"
-            scores an entry by the largest of three numbers: its votes, which are best for plain text, and two
+        pool_kernel: number of adjacent entries over which votes are pooled, including the entry itself (section 4.1),
+            ideally about the length in tokens of the values to look up. 1 disables pooling.
+        pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd `pool_kernel`.
+            "forward" scores an entry by the largest of three numbers: its votes, which are best for plain text, and two
             contrasts, which are best for exact values. A contrast is the mean vote of the prompt's last 32 or 64
             queries minus the mean vote of the earlier queries. It is averaged over the entry and the `pool_kernel - 1`
             entries before it, because a model looking up a value attends to the words before the value and continues
