@@ -288,10 +288,7 @@ def _simplify(schema: Any) -> Any:
 
 
 def _is_unrestrictive(keyword: str, value: Any) -> bool:
-    """Return whether a keyword's value restricts nothing.
-
-    Such a keyword can be dropped, and must be, because llguidance would reject it.
-    """
+    """Return whether to drop a keyword, because its value restricts nothing, and llguidance may reject it."""
     if value is None:  # some languages write an empty list as null
         return keyword != "default"
     if keyword == "format":

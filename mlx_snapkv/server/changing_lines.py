@@ -12,8 +12,8 @@ from typing import TypeGuard
 from ..completions.body import Body, ChatBody
 from .log import LoggedOnce
 
-# Each system prompt is compared with this many earlier ones. One is not enough, because several clients can take turns,
-# each with its own system prompt.
+# Each system prompt is compared with at most this many earlier ones. One is not enough, because several clients can
+# take turns, each with its own system prompt.
 REMEMBERED = 8
 MAX_CHANGED_LINES = 3  # prompts that differ in more lines count as unrelated
 MIN_REREAD = 400  # warn only if at least this many characters follow the changed line

@@ -249,7 +249,10 @@ class Engine:
         return self._waiting_requests.popleft() if news.starts_next else None
 
     def _collect_news(self) -> News:
-        """Accept new requests, note cancelled ones, and decide whether the next may start. Called only on rank 0."""
+        """Accept new requests, note cancelled ones, and decide whether the next may start. If so, make room for it.
+
+        Called only on rank 0.
+        """
         new_requests = list(self._accept_submitted())
         self._waiting_requests.extend(new_requests)
         unfinished = [*self.batch.running.values(), *self._waiting_requests]

@@ -182,7 +182,8 @@ def cluster_entries(entries: Any, start: int = 0) -> Clusters:
         ids, mean_keys = k_means(entries.read_keys(first, stop), n_clusters)
         mx.eval(mean_keys)  # evaluate now, so that the keys are freed before the values are read
         mean_values = mean_by_cluster(entries.read_values(first, stop), ids, n_clusters)
-        mx.eval(mean_values)  # evaluate now, so that the entries of only one block are in memory
+        # Evaluate now, so that the temporary arrays of only one block are in memory.
+        mx.eval(mean_values)
         blocks.append(Clusters(ids, mean_keys, mean_values))
     return _concatenate(blocks)
 
