@@ -13,7 +13,7 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from .api import *  # noqa: F403
 
-else:  # hide `__getattr__` from type checkers, or they would accept any name
+else:  # hide `__getattr__` from type checkers, or they will accept any name
 
     def __getattr__(name: str) -> Any:
         if find_spec(f"{__name__}.{name}") is not None:

@@ -93,7 +93,7 @@ class Run:
     seed: int | None = None
 
     def __post_init__(self):
-        """Create the generator, which checks the options and the model."""
+        """Check the model and the options. Most of these checks happen when the generator is created."""
         require_batchable(self.model)
         self.progress = Progress()
         self._active: dict[int, Request] = {}

@@ -288,8 +288,8 @@ def kv_bytes(prompt_cache: list) -> int:
 
 def memory_bytes(prompt_cache: list) -> int:
     """Return the size in bytes of all caches in memory, including indexes, linear states and sliding windows."""
-    # For each cache, the larger size includes the smaller one. Only `nbytes` counts linear states and sliding windows,
-    # and only `kv_nbytes` counts the index of a `StoredKVCache`.
+    # The larger of a cache's two sizes is complete, because it includes everything that the smaller one counts:
+    # `kv_nbytes` is 0 for linear states and sliding windows, and `nbytes` leaves out the index of a `StoredKVCache`.
     return sum(
         max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in all_caches(prompt_cache)
     )

@@ -78,7 +78,7 @@ class Conversation:
         system: str | None = None,
         **options: Any,
     ):
-        """Check the options, the setting and the model. Nothing is read before the first message."""
+        """Check the options, the setting and the model. The system prompt is not read until the first message."""
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         config, generation, _ = resolve(

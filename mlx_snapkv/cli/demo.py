@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ..planning.settings import Setting
 
 REDUCTION = 16  # keep 1/16 of the entries, or read 1/16 per token
-CHUNK_SHARE = 8  # each chunk of the prompt chooses 1/8 of the entries to read
+# A chunk chooses at most 1/8 of the prompt's entries to read. The prompt's last tokens may choose more.
+CHUNK_SHARE = 8
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
     f"1/{REDUCTION} kept",

@@ -180,11 +180,11 @@ class AnswerParser:
         return parse_tool_calls(call_text, self._tool_parser, self._tools, is_complete)
 
     def _end_unfinished_call(self) -> list[Reply]:
-        """Return the last parts of an answer that ends without the current call's end marker.
+        """End the call that is still open when the answer ends, and return the answer's last parts.
 
-        Until now, end markers in the call's text counted as part of an argument. If the whole text is not a valid call,
-        one of these markers must have ended the call: the first one with a valid call before it, or else the very
-        first. The text after that marker is parsed again.
+        Any end markers in the call's text have been taken for parts of an argument. If the whole text is not a valid
+        call, one of them must have ended the call: the first one with a valid call before it, or else the very first.
+        The text after that marker is parsed again.
         """
         call_text = self._call_text
         marker = self._call_end_marker  # empty if the model's calls have no end marker
@@ -201,7 +201,7 @@ class AnswerParser:
         text_after_call = call_text[call_end + len(marker) :]
         self._call_text = call_text[:call_end]
         self._machine_state = self._machine.make_state()  # outside the call
-        # If there is no text before the marker, there is no call, and the marker is text.
+        # Without any text before the marker, `_end_call` returns nothing. The marker is then returned as text.
         parts = self._end_call() or [Reply(marker)]
         return parts + self.parse(text_after_call, is_last=True)
 

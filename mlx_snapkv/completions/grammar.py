@@ -173,7 +173,7 @@ def tool_name(tool: dict[str, Any]) -> str:
 
 
 def _json_calls(schemas: dict[str, Schema]) -> str:
-    """Return the grammar of a call as a JSON object, with one alternative per tool.
+    """Return a Lark grammar for a call that is a JSON object, with one alternative per tool.
 
     Each tool's arguments have a separate `%json` grammar, so that `$ref` is resolved within that tool's schema.
     """
@@ -259,7 +259,7 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _schema_json(schema: Schema) -> str:
-    """Return a schema as JSON text for llguidance, set to allow only JSON on one line."""
+    """Convert a schema to JSON text for llguidance. Matching answers must be JSON on a single line."""
     if schema is False:
         return "false"
     keywords = {} if schema is True else _simplify(schema)

@@ -106,10 +106,10 @@ def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
 
 
 def _parse_chat_message(item: dict[str, Any], role: str, may_have_media: bool) -> list[Message]:
-    """Parse a system, user or assistant message, keeping the order of its parts.
+    """Parse a system, user or assistant message, keeping the order of its parts with one exception.
 
-    Tool results in a user message go before the user's text, because they belong to the preceding calls. The item's
-    `extra` fields go to the first message with the item's role.
+    Tool results in a user message are moved before the user's text, because they belong to the preceding calls. The
+    item's `extra` fields go to the first message with the item's role.
     """
     parts = as_list(item.get("content"))
     has_result = any(_part_kind(part) == "result" for part in parts)

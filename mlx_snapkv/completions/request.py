@@ -168,9 +168,10 @@ def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Calla
 def _warnings(
     body: Body, prompt: Prompt, answer_format: AnswerFormat | None, unknown_fields: dict[str, Any]
 ) -> list[str]:
-    """Return sentences about parts of a body that are ignored although a client may expect them to have an effect.
+    """Return sentences that tell the client which parts of a body are ignored, changed or not enforced.
 
-    `unknown_fields` maps the names of the body's unknown fields to their values.
+    Ignored fields that would not change the answer anyway are not mentioned. `unknown_fields` maps the names of the
+    body's unknown fields to their values.
     """
     warnings = list(prompt.warnings)
     if answer_format is not None and answer_format.note:

@@ -95,7 +95,7 @@ def _split_calls(turns: list[Message]) -> list[Message]:
 
 
 def _one_call_each(turn: Message) -> list[Message]:
-    """Return a turn with only its first call, and a turn for each further call."""
+    """Split a turn into turns with at most one call each. The first one keeps the text and everything else."""
     first = replace(turn, calls=turn.calls[:1])
     return [first, *(Message(turn.role, calls=(call,)) for call in turn.calls[1:])]
 

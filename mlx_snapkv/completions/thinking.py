@@ -53,7 +53,7 @@ def _variables_for(request: ThinkingRequest, variable_names: set[str], tokenizer
     variables: dict[str, Any] = {}
     if "reasoning_effort" in variable_names and request.effort is not None:
         variables["reasoning_effort"] = request.effort
-    # mlx-lm's tokenizer renames `enable_thinking` to the template's variable.
+    # mlx-lm's tokenizer always takes `enable_thinking`, and renames it if the template's variable has another name.
     if tokenizer._thinking_kwarg in variable_names:
         variables["enable_thinking"] = request.thinks
     if request.budget is not None:

@@ -26,8 +26,8 @@ class Policy(Hyperparameters, ABC):
         n_window: number of recent entries that are always kept, or a share of the budget ("10%").
         min_ctx: minimum prompt length in tokens. Nothing is evicted from shorter prompts.
         schedule: "block" evicts during prefill and decoding, whenever the next tokens would not fit in `budget + block`
-            entries. "once" evicts after the whole prompt has been read. The recent window then slides while the answer
-            is decoded, unless `on_full` is "grow".
+            entries. "once" evicts after the whole prompt has been read. While the answer is decoded, each new entry
+            then replaces the oldest one in the recent window, unless `on_full` is "grow", the default of `snapkv`.
         block: with schedule="block", the maximum number of tokens read at a time.
     """
 
@@ -99,8 +99,8 @@ class Policy(Hyperparameters, ABC):
     def quota(self, n_prompt: int) -> Quota:
         """Return each full-attention layer's quota for a prompt of `n_prompt` tokens.
 
-        Raises: SnapKVError: the budget is a share of the prompt that comes to less than one entry, or to too few for a
-            sliding window.
+        Raises: SnapKVError: the budget is a share of the prompt, and this prompt's share is less than one entry or too
+            small for a sliding window.
         """
         n_entries = amount(self.budget, n_prompt)
         self._require_usable_budget(n_entries)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 _MODELS_FOLDER = Path(__file__).parent / "models"
 
-# Maps names that --model accepts to the folders of the embedded models.
+# The embedded models' folders, by the names that --model accepts.
 MODELS: dict[str, Path] = {
     "demo": _MODELS_FOLDER / "llama",
     "demo-qwen3-next": _MODELS_FOLDER / "qwen3-next",

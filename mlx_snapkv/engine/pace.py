@@ -108,7 +108,7 @@ class Pace:
             return False
         self._is_trial = False
         self._plan_next_trial()
-        return self.prefers_all != self.reads_all  # the tried mode was not faster
+        return self.prefers_all != self.reads_all  # the mode on trial did not win
 
     def _max_until_trial(self) -> int:
         """Return the maximum number of tokens until the other mode is tried."""

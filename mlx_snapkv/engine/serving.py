@@ -64,7 +64,7 @@ def serve(
     will_use_cache = prompt_cache is not None
     if config.max_kv_size is None:
         warn_beyond_trained_length(model, n_tokens(prompt_cache or []) + n_prompt)
-    # Leave out kv_bits, or mlx-lm would quantise the entries before the policy has scored them.
+    # Leave out kv_bits, or mlx-lm will quantise the entries before the policy scores them.
     loop_options = without_quantization(options)
     is_embedded = options.get("input_embeddings") is not None
     plan = plan_request(

@@ -167,7 +167,7 @@ class SparseMode:
 
         From then on, tokens read all entries until `compress` is called again.
         """
-        # Evaluate pending reads of the buffers first, or the next write would have to copy the buffers.
+        # Evaluate pending reads of the buffers first, or the next write will have to copy the buffers.
         mx.eval([cache.state for cache in caches])
         for layer in self.layers:
             answer_cache = layer.cache_in(caches)

@@ -124,7 +124,7 @@ def _sum_over_blocks(
     for kv_heads, row_blocks in _blocks(keys, queries):
         block_keys = keys.read(kv_heads, sums[-1:]).astype(mx.float32)
         block_queries = _float32_queries(queries, kv_heads, group_size)
-        # Don't keep a reference to the weights, or those of two blocks would be in memory at once.
+        # Don't keep a reference to the weights, or those of two blocks will be in memory at once.
         first_rows, *other_rows = row_blocks
         total = sum_queries(_softmax_weights(block_keys, block_queries, first_rows), first_rows)
         for rows in other_rows:
@@ -141,7 +141,7 @@ def _blocks(keys: KeyReader, queries: Queries) -> Iterator[tuple[slice, list[sli
     If all logits and copied keys fit in `ONE_PASS_BYTES`, there is a single block of all heads and queries.
     """
     B, H, T, D = keys.shape
-    n_rows = _group_size(keys, queries) * len(queries.indices)  # queries of one KV head
+    n_rows = _group_size(keys, queries) * len(queries.indices)  # queries per KV head
     # Half-precision keys are copied to float32.
     copied_floats_per_key = 0 if keys.dtype == mx.float32 else D
     bytes_of_one_pass = FLOAT_BYTES * B * H * T * (n_rows + copied_floats_per_key)

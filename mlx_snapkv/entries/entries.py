@@ -166,7 +166,7 @@ class Entries:
         """
 
         def map_block(start: int, stop: int, previous_result: list[mx.array]) -> mx.array:
-            # Don't assign the original keys to a variable, or they would stay in memory beside their float32 copy.
+            # Don't assign the original keys to a variable, or they will stay in memory beside their float32 copy.
             keys = self.read_keys(start, stop, after=previous_result).astype(mx.float32)
             return function(keys)
 

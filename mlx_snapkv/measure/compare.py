@@ -136,11 +136,11 @@ class Compared:
         first_token_seconds: seconds from the start of prefill to the first token. Methods that share one reading of the
             prompt have the same value.
         tokens_per_second: decoding speed after compression, or None if there are too few tokens.
-        kl: mean KL divergence from the full cache over the full cache's answer, in nats per token. Only tokens after
-            compression count, as in `eval fidelity --setting known`. None if the full cache's answer ends before
-            compression.
-        n_before: number of answer tokens decoded before compression.
-        uncompressed: why `kl` is None, in one sentence. None if `kl` is a number.
+        n_before: number of answer tokens decoded before compression: at least two, and more with a lookahead of several
+            tokens. 0 if nothing is compressed.
+        kl: mean KL divergence from the full cache, in nats per token. It is measured on the full cache's answer without
+            its first `n_before` tokens, as in `eval fidelity --setting known`. None if there are no other tokens.
+        uncompressed: a sentence that says why `kl` is None, or None if `kl` is a number.
         differs: the first difference from the full cache's answer, as (token index, text before the token, text of the
             full cache's token, text of this answer's token). None if the answers are equal.
         reason: why the method leaves the prompt to the full cache, or None if it does not.

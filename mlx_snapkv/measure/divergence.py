@@ -46,7 +46,7 @@ class Reference:
         """Return the full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
         logprobs = self.predictions(self._reading.full_cache())
         if not self._n_fed:
-            # `full_cache` has read the whole prompt, so take the first prediction from the reading.
+            # The prediction after the prompt's last token is missing, because `full_cache` has already read that token.
             logprobs = mx.concatenate([self._first_logprobs, logprobs])
         mx.eval(logprobs)
         return logprobs

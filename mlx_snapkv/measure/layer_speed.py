@@ -48,8 +48,8 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 def layer_speed(model: Any) -> Speed:
     """Estimate one token's attention time, full and sparse, over all layers that support sparse attention.
 
-    Only the difference between the two times is meaningful for a whole token, because the rest of the model is not
-    timed.
+    A whole token takes longer, because the rest of the model is not timed. The difference between the two times also
+    applies to a whole token.
 
     Args:
         model: an mlx-lm model. Its weights need not be loaded.

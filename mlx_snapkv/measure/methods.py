@@ -42,7 +42,7 @@ class Method:
 
     @property
     def shares_reading(self) -> bool:
-        """Return whether the method can compress a prompt that was read once for several methods."""
+        """Return whether the method can share one reading of the prompt with other methods."""
         return shares_reading(self.policy)
 
 

@@ -73,7 +73,7 @@ class Results:
 
         Args:
             documents: for each document, the keys of its records and a function to measure them. The function takes the
-                keys of the missing records and yields these records, whose values can be scalar arrays.
+                keys of the missing records and yields the complete records. Their values may be scalar arrays.
             on_document: called after each document.
         """
         all_keys: list[Record] = []

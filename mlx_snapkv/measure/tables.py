@@ -125,7 +125,7 @@ def put_figure(path: Path, figure: Any, dpi: int = 120) -> None:
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed. Raises: SnapKVError: it is not."""
+    """Check that matplotlib is installed. Raises: SnapKVError: matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

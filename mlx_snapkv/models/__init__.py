@@ -53,7 +53,7 @@ def cache_owners(model) -> list[CacheOwner]:
 
 
 def _owners_in_families(model, families: Iterable[AttentionFamily]) -> list[CacheOwner]:
-    """Return the attention layers of the given families that have their own cache, in order."""
+    """Return the attention layers that belong to one of the `families` and have their own cache, in order."""
     owners: list[CacheOwner] = []
     for layer in model.layers:
         for family in families:

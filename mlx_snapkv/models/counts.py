@@ -1,4 +1,4 @@
-"""Look up model sizes whose names differ between mlx-lm's models, such as the number of heads."""
+"""Look up a model's sizes, such as its number of heads, which mlx-lm's models store under different names."""
 
 import sys
 from typing import Any

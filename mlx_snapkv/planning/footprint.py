@@ -167,7 +167,7 @@ class Footprint:
         copied_bytes = sizes.widest_layer_bytes * n_visible
         # Layers that can't be compressed attend to the whole prompt.
         max_visible = n_prompt if sizes.incompressible_bytes else n_visible
-        # Blocks are never split to save memory, so their scores have no limit.
+        # With a policy that evicts in blocks, chunks are never read in pieces, whatever the size of their scores.
         max_score_bytes = None if plan.config.evicts_in_blocks else scores_limit()
         layer_bytes = max(
             shape.chunk_bytes(chunk_size, max_visible, max_score_bytes, margin=MARGIN)

@@ -18,7 +18,8 @@ def entries_costing(share: float, model: Any, layers: list[AttentionLayer]) -> i
     """
     n_products = sum(_n_products(layer) for layer in model.layers)
     n_attention_products = sum(_n_products(reader) for layer in layers for reader in layer.readers)
-    # One entry costs about (number of attention weights) / (hidden size) products.
+    # Multiplying a token by all weights takes `n_products` multiplications. Attention to one entry in every layer takes
+    # about `n_attention_products / hidden_size`.
     return int(share * hidden_size(model) * n_products / n_attention_products)
 
 

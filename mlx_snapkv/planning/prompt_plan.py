@@ -170,7 +170,7 @@ def align_chunks_to_voters(max_size: int, n_new: int, n_before_voters: int) -> i
         return max_size
     is_large_multiple = max_size % MULTIPLE == 0 and max_size >= 8 * MULTIPLE
     if is_large_multiple:
-        # Choose the size with which the last chunk has the fewest tokens before the voting queries.
+        # Choose the size that leaves the fewest tokens between the start of the last chunk and the voting queries.
         sizes = range(max_size, max_size // 2 - 1, -MULTIPLE)
         return min(sizes, key=lambda size: n_before_voters % size)
     n_chunks = math.ceil(n_before_voters / max_size)

@@ -43,7 +43,7 @@ MIN_SPREAD = 1 / 8
 DECODE_FULL = "decode_all"  # an answer token that reads all entries
 DECODE_SPARSE = "decode_few"  # an answer token that reads only the entries it chooses
 READ_FULL = "read_all"  # a prompt token that reads all entries
-READ_SPARSE = "read_few"  # a prompt token in a chunk that reads only the entries it chooses
+READ_SPARSE = "read_few"  # a prompt token whose chunk reads only the entries that the chunk chooses
 SETUP = "setup"  # building the index and the cluster means of a prompt
 
 
@@ -90,7 +90,7 @@ class Line(NamedTuple):
         return max(self._bounds(length))
 
     def _bounds(self, length: float) -> tuple[float, float]:
-        """Return the seconds at `length` for the smallest and for the largest possible slope."""
+        """Return two predictions of the seconds at `length`: with the smallest and with the largest possible slope."""
         mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
         smallest_slope, largest_slope = self._slopes(mean_x, mean_y)
         distance = length - mean_x
@@ -134,8 +134,8 @@ class Speed:
     ) -> bool | None:
         """Return whether sparse attention takes less than `max_time_ratio` times as long as the full cache.
 
-        Return None if one of the kinds was not measured. If a slope is unknown, assume the worst case for sparse
-        attention.
+        Return None if one of the kinds was not measured. If a slope is unknown, the slowest possible sparse attention
+        is compared with the fastest possible full cache.
         """
         if sparse_kind not in self.lines or full_kind not in self.lines:
             return None
@@ -146,15 +146,16 @@ class Speed:
     def predict_seconds(self, n_prompt: int, n_answer: int) -> PredictedSeconds | None:
         """Predict how long a prompt and its answer take, with sparse attention and with the full cache.
 
-        Return None if measurements are missing. If a slope is unknown, assume the worst case for sparse attention.
+        Return None if measurements are missing. If a slope is unknown, predict the longest possible time for sparse
+        attention and the shortest for the full cache.
         """
         return self._predict(n_prompt, n_answer, Line.upper_bound, Line.lower_bound)
 
     def is_sparse_slower(self, n_prompt: int, n_answer: int) -> bool:
         """Return whether sparse attention is known to be slower than the full cache.
 
-        If prefill or the setup was not measured, only the answer is compared. If a slope is unknown, assume the best
-        case for sparse attention.
+        If prefill or the setup was not measured, only the answer is compared. If a slope is unknown, the fastest
+        possible sparse attention is compared with the slowest possible full cache.
         """
         predicted = self._predict(n_prompt, n_answer, Line.lower_bound, Line.upper_bound)
         if predicted is None and {DECODE_SPARSE, DECODE_FULL} <= self.lines.keys():
@@ -168,8 +169,8 @@ class Speed:
     def tokens_to_repay_setup(self, n_prompt: int) -> float:
         """Return how many answer tokens it takes to make up for the time spent building the index and the means.
 
-        Return 0 if measurements are missing, and infinity if sparse attention is not faster. If a slope is unknown,
-        assume the best case for sparse attention.
+        Return 0 if measurements are missing, and infinity if sparse attention is not faster. If a slope is unknown, the
+        fastest possible sparse attention is compared with the slowest possible full cache.
         """
         lines = self.lines
         if not {DECODE_SPARSE, DECODE_FULL, SETUP} <= lines.keys():

@@ -264,7 +264,7 @@ def _row_readers(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]
 def _files_of_layer(
     folder: Path, layer_number: int, cache: StoredKVCache, n_entries: int, n_codes: int
 ) -> list[_EntryFile]:
-    """Return a layer's files of keys and values and, unless `n_codes` is 0, its file of codes."""
+    """Return a layer's files: one of keys, one of values and, unless `n_codes` is 0, one of the index's codes."""
     key_layout, value_layout = map(Layout.of, cache.sample_entries)
     files = [
         _EntryFile(folder / f"{layer_number:03d}.keys", key_layout, n_entries),

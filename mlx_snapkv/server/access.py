@@ -249,7 +249,7 @@ def _is_local(host: str) -> bool:
 
 
 def _as_allowed_host(host: str) -> str:
-    """Return the name in a Host header as a value for --allow-host, or "NAME" if it is not a valid name."""
+    """Return the name in a Host header as a value for --allow-host, or the placeholder "NAME" if it is not valid."""
     name = _host_name(host)
     name = f"[{name}]" if ":" in name else name
     return name if len(name) <= 80 and HOST.fullmatch(name) else "NAME"

@@ -18,7 +18,7 @@ def show_log() -> None:
 class LoggedOnce:
     """Logs each kind of warning only once.
 
-    Sentences that differ only in numbers are of the same kind.
+    Warnings whose sentences differ only in numbers are of the same kind, unless the caller names a kind.
     """
 
     def __init__(self) -> None:

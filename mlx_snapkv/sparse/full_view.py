@@ -49,7 +49,10 @@ class FullView(Entries):
         return self._joined_view.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """Return a copy of this view and its index. `extend` can add entries from `view` to the copy."""
+        """Return a copy of this view that can be continued with `view`, whose entries come after this view's.
+
+        The copy has the current entries and a copy of the index. `extend` then adds entries of `view`.
+        """
         these_entries = JoinedView([self._joined_view])
         these_entries.limit = len(self)  # because the stores may grow
         longer_view = FullView([these_entries, view], self.layer)

@@ -184,7 +184,7 @@ class KeyIndex:
         span_tops: list[mx.array] = []
         for start, stop in key_spans:
             after = span_tops[-1:]
-            # Don't keep a reference to the logits, or the logits of two spans would be in memory at once.
+            # Don't keep a reference to the logits, or those of two spans will be in memory at once.
             span_tops.append(self._logits(projected, start, stop, after).max(axis=3, keepdims=True))
         top = mx.concatenate(span_tops, axis=3).max(axis=3, keepdims=True)
         distances: list[mx.array] = []

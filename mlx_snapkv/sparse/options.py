@@ -43,7 +43,8 @@ MIN_BUDGET = 1024
 READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
-# The index weighs its channels by the prompt's last 16 queries. The residual is fitted to the last few of them.
+# The magnitudes of the prompt's last 16 queries set the weights of the index's channels. The residual is fitted to the
+# last `FITTING_QUERIES` of them (`residual.py`).
 N_VOTERS = 16
 
 

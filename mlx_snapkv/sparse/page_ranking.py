@@ -141,7 +141,7 @@ def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.ar
         mx.eval(log_total)
     shares: list[mx.array] = []
     for read_means in mean_readers:
-        # Don't keep a reference to the logits, or the logits of two parts would be in memory at once.
+        # Don't keep a reference to the logits, or those of two parts will be in memory at once.
         shares.append((grouped_logits(queries, read_means()) - log_total).max(axis=(2, 3)))
         mx.eval(shares)
     return mx.concatenate(shares, axis=-1)

@@ -20,10 +20,10 @@ from .stored_cache import StoredKVCache
 
 
 class SparsePrefillKVCache(AttendingCache):
-    """One layer's cache during sparse prefill. It wraps the cache of all entries.
+    """One layer's cache during sparse prefill. It wraps the cache that keeps all entries.
 
     Args:
-        stored: the cache of all entries.
+        stored: the cache that keeps all of the layer's entries.
         ranking: selects the entries that a chunk reads.
 
     Attributes:
@@ -35,7 +35,7 @@ class SparsePrefillKVCache(AttendingCache):
     n_read: int | None = None
 
     def __init__(self, stored: StoredKVCache, ranking: PageRanking):
-        """Continue from the cache of all entries, which may contain earlier turns."""
+        """Continue from the entries in `stored`, which may belong to earlier turns."""
         self.stored = stored
         self._ranking = ranking
 

@@ -113,8 +113,8 @@ def caches_to_save(prompt_cache: list) -> list:
 def caches_to_batch(prompt_cache: list) -> list:
     """Return caches that can be batched.
 
-    If a cache's entries are in a store or quantised, they are unpacked into a `KVCache`. Compressed caches and all
-    other caches are returned as they are.
+    A cache whose entries are in a store or quantised is replaced by a `KVCache` with the dequantised entries. Other
+    caches are returned as they are, and so are compressed ones, even if they are quantised.
     """
 
     def cache_to_batch(cache: Any) -> Any:

@@ -119,7 +119,7 @@ def _system_messages(value: Any) -> list[Message]:
 
 
 class CountedMessages(BodyModel):
-    """The body of `/v1/messages/count_tokens`. Unknown fields are passed on to the chat completion."""
+    """The body of `/v1/messages/count_tokens`. Unknown fields go to the chat body; see `chat_body`."""
 
     model_config = ConfigDict(extra="allow")
 

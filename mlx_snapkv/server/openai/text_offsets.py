@@ -13,7 +13,7 @@ class TextOffsets:
     """
 
     def __init__(self) -> None:
-        """Start before the first token."""
+        """Start with no tokens."""
         self.starts: list[int] = []
         self._n_characters = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")

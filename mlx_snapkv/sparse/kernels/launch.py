@@ -33,7 +33,7 @@ SCORE_GROUPS = 128  # maximum number of threadgroups for `score`; each projects 
 MAX_SPLITS = 128  # a token's items are divided into at most this many splits
 # Maximum number of cluster means for `select`, which has a counter for each mean in threadgroup memory.
 MAX_MEANS = 4096
-# Length of `params` and of placeholders. At least 8, because MLX puts shorter arrays into Metal's constant memory.
+# Length of `params`. Placeholders are as long, because MLX puts arrays shorter than 8 into Metal's constant memory.
 N_PARAMS = 14
 NO_SINK = -1e30
 
