@@ -20,7 +20,7 @@ from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
 from .divergence import Reference
 from .methods import Method
-from .reading import lookahead_of, read_once
+from .reading import read_once
 
 N_CONTEXT_TOKENS = 8  # answer tokens shown before the first difference
 
@@ -316,13 +316,22 @@ class _Comparison:
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
-        if compressed_cache is not None and not lookahead_of(method.policy):
+        if compressed_cache is not None and self._has_read_full_answer(compressed_cache, answer):
             return answer, kept_share, self._reference.predictions(compressed_cache)
         # Make the predictions in a second request, because the first one's caches are unsuitable. Tokens fed to a
-        # sparse request's `cache` would read all entries. With a lookahead, `compressed_cache` has read tokens of this
-        # answer, which may differ from the full cache's answer.
+        # sparse request's `cache` would read all entries, and `compressed_cache` has read tokens of another answer.
         options.pop("prompt_progress_callback", None)
         return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
+
+    def _has_read_full_answer(self, compressed_cache: list, answer: Answer) -> bool:
+        """Return whether the answer tokens in a compressed cache are the first tokens of the full cache's answer.
+
+        Args:
+            compressed_cache: a copy of the prompt cache that `answer` was decoded from, made at the compression.
+            answer: the method's own answer.
+        """
+        n_fed = n_tokens(compressed_cache) - len(self._tokens)
+        return answer.tokens[:n_fed] == self.full.tokens[:n_fed]
 
     def _figures_of(self, name: str, answer: Answer, read_seconds: float) -> Compared:
         """Return an answer's figures, without the comparison with the full cache's answer."""

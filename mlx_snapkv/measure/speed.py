@@ -182,7 +182,7 @@ def _measure_request(model, prompt: mx.array, contender: Contender) -> dict[str,
     mx.reset_peak_memory()
     lookahead = lookahead_of(policy)
     seconds, report = answer_prompt(model, prompt, cache, lookahead + N_ANSWER, policy=policy)
-    if lookahead > 0:  # with a longer lookahead than one token, `seconds` ends before the selection
+    if lookahead > 1:  # selection follows the first token, so `seconds` does not include it
         seconds += report.selection_seconds
     peak_bytes = mx.get_peak_memory()
     return {"read_seconds": seconds, "peak_bytes": peak_bytes, "kv_bytes": kv_bytes(cache)}

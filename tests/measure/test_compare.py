@@ -20,6 +20,7 @@ POLICIES = [
     "keydiff:budget=60,block=64",
     "keydiff:budget=80,block=64 then snapkv:budget=60,lookahead=4",
     "h2o:budget=60,schedule=once",
+    "streaming_llm:budget=16,block=32",  # its first token is another one than the full cache's
 ]
 N = 12
 SPARSE = Sparse(budget=60, n_window=16, read_top_k=64, when="always")
@@ -59,6 +60,7 @@ def test_kl_equals_the_kl_of_fidelity(demo_llama, compared):
     for policy, (method, answer) in zip(policies, found):
         record = judge(KNOWN, *read, policy)
         assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), method.name
+    assert found[6][1].tokens[0] != found[0][1].tokens[0]
     assert found[0][1].kl == 0 and max(answer.kl for _, answer in found) > 0.1
     (sparse,) = (answer.kl for method, answer in found if method.policy == SPARSE)
     assert sparse == pytest.approx(float(judge(KNOWN, *read, SPARSE)["kl"]), abs=1e-4)
