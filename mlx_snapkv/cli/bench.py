@@ -82,7 +82,7 @@ class BenchOptions:
             store = CompressionConfig(setting).store
             if store not in (None, "memory"):
                 raise SnapKVError(
-                    f"bench decodes from entries in memory: drop store={store} from {setting}"
+                    f"bench decodes from unquantised entries in memory: drop store={store} from {setting}"
                 )
         return settings
 

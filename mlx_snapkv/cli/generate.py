@@ -166,11 +166,11 @@ def generate(
         saved = SavedPrompt(
             prompt_cache_file, model_options.model, model, compression, cache.quantization
         )
+        saved.require_memory(model_options.max_kv_bytes)
         keywords |= saved.options
         console.say_all(saved.notes(text))
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
         tokens = console.wait_for(encode)
-        saved.require_memory(len(tokens), max_tokens, model_options.max_kv_bytes)
     n_saved = 0 if saved is None else saved.n_tokens
     n_tokens = n_saved + len(tokens) + max_tokens
     console.say_all(cache.notes(keywords["policy"], n_tokens))

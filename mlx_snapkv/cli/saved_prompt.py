@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import saved
-from ..caches.layers import is_compressed, kv_bytes, layer_caches, n_tokens
+from ..caches.layers import is_compressed, kv_bytes, layer_caches, memory_bytes, n_tokens
 from ..chat.prompts import mlx_lm_suffix
 from ..compress.options import Compress
 from ..demo import MODELS
@@ -16,9 +16,9 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import Option, SnapKVError
 from ..planning.config import CompressionConfig
+from ..planning.entry_sizes import weight_bytes
 from ..planning.kv_limit import NO_KV_LIMIT
 from ..planning.machine import this_machine
-from ..planning.memory_plan import Planner
 from ..planning.settings import Setting, setting_named
 from ..planning.units import format_bytes
 from ..sparse.options import Sparse
@@ -80,6 +80,7 @@ class SavedPrompt:
             if isinstance(answer_setting, Compress):
                 self.report = self._compress(model, answer_setting, quantization)
                 answer_setting = None
+        self._answer_setting = answer_setting
         self.options = {"policy": answer_setting, "prompt_cache": self._caches}
 
     def _require_model(self, name: str) -> None:
@@ -168,37 +169,39 @@ class SavedPrompt:
             )
         return question_tokens
 
-    def require_memory(self, n_new: int, max_tokens: int, max_kv_bytes: int | None) -> None:
-        """Check that the saved prompt, a question and its answer fit in memory together.
+    def require_memory(self, max_kv_bytes: int | None) -> None:
+        """Check that the model and the saved entries fit in memory together.
+
+        The question and the answer are not counted, because they are usually much shorter than the saved text. Entries
+        that move to another store are not counted either, because they move one layer at a time.
 
         Args:
-            n_new: length of the question in tokens.
-            max_tokens: maximum length of the answer in tokens.
             max_kv_bytes: KV memory limit in bytes. 0 turns off the check. None means this machine's memory.
 
         Raises: SnapKVError: they do not fit.
         """
-        if max_kv_bytes == NO_KV_LIMIT:
+        moves_entries = CompressionConfig(self._answer_setting).store not in (None, "memory")
+        if moves_entries or max_kv_bytes == NO_KV_LIMIT:
             return
-        saved_bytes = kv_bytes(self._caches)
-        planner = Planner(self._model, max_tokens=max_tokens)
-        memory_plan, new_bytes = planner.memory_and_peak(n_new, CompressionConfig())
-        sizes_text = (
-            f"{self._file} has {format_bytes(saved_bytes)} of KV memory, and {n_new} more tokens "
-            f"with an answer of {max_tokens} take {format_bytes(new_bytes)}"
-        )
+        saved_bytes = memory_bytes(self._caches)
         if max_kv_bytes is not None:
-            if saved_bytes + new_bytes > max_kv_bytes:
+            if saved_bytes > max_kv_bytes:
                 raise SnapKVError(
-                    f"{sizes_text}, but {{}} is {format_bytes(max_kv_bytes)}: raise it",
+                    "{} takes {} of KV memory, but {} is {}: raise it",
+                    self._file,
+                    format_bytes(saved_bytes),
                     Option("max_kv_bytes"),
+                    format_bytes(max_kv_bytes),
                 )
             return
+        needed_bytes = saved_bytes + weight_bytes(self._model)
         usable = this_machine().usable
-        if saved_bytes + memory_plan.peak > usable:
+        if needed_bytes > usable:
             raise SnapKVError(
-                f"{sizes_text}; with the model, that is {format_bytes(saved_bytes + memory_plan.peak)}, but this "
-                f"machine has {format_bytes(usable)} for models; {{}} answers anyway",
+                "{} and the model take {}, but this machine has {} for models; {} answers anyway",
+                self._file,
+                format_bytes(needed_bytes),
+                format_bytes(usable),
                 Option("max_kv_bytes", str(NO_KV_LIMIT)),
             )
 

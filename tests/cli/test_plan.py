@@ -100,31 +100,44 @@ def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, mo
     assert said in call("cache-prompt", *text, "-o", str(tmp_path / "story.safetensors"))[2]
 
 
-def test_an_answer_to_a_saved_prompt_has_to_fit_in_memory(call, story, tmp_path, monkeypatch):
+def test_a_saved_prompt_has_to_fit_in_memory(call, story, tmp_path, monkeypatch):
     path, _ = story
-    saved = str(tmp_path / "story.safetensors")
+    saved = str(tmp_path / "a {story}.safetensors")
     assert call("cache-prompt", "--model", "demo", "--prompt-file", str(path), "-o", saved)[0] == 0
     asked = ["--model", "demo", "--prompt-cache-file", saved, "--prompt", "Who?", "-m", "1"]
     monkeypatch.setattr(saved_prompt, "this_machine", lambda: Machine(5 * 10**6, 5 * 10**6))
     code, out, err = call("generate", *asked)
-    assert code == 2 and not out
-    assert f"{saved} has " in err and "has 5 MB for models; --max-kv-bytes 0 answers" in err
+    assert code == 2 and not out and f"{saved} and the model take " in err
+    assert "this machine has 5 MB for models; --max-kv-bytes 0 answers anyway" in err
     assert call("generate", *asked, "--max-kv-bytes", "0")[0] == 0
     code, out, err = call("generate", *asked, "--max-kv-bytes", "1MB")
-    assert code == 2 and not out and "but --max-kv-bytes is 1 MB: raise it" in err
+    assert code == 2 and not out and "of KV memory, but --max-kv-bytes is 1 MB: raise it" in err
+
+
+BLOCKS = ["--policy", "keydiff:budget=128,block=64"]
+IN_FILES = ["--sparse", "top_k=64", "--store", "file"]
 
 
 @pytest.mark.parametrize(
-    "options, status", [([], 2), (["--policy", "keydiff:budget=128,block=64"], 0)]
+    "saving, asking, status",
+    [
+        ([], [], 2),
+        ([], BLOCKS, 0),
+        ([], IN_FILES, 0),
+        (BLOCKS, ["-m", "300"], 0),
+        (IN_FILES, ["-m", "300"], 0),
+    ],
 )
-def test_a_saved_prompt_needs_the_memory_of_its_own_entries(call, story, tmp_path, options, status):
-    """The limit is below the size of all entries, and above the size of the entries that a policy keeps."""
+def test_a_saved_prompt_needs_the_memory_of_its_own_entries(
+    call, story, tmp_path, saving, asking, status
+):
+    """The limit is below the size of all entries, and above the size of the entries that stay in memory."""
     path, _ = story
     saved = str(tmp_path / "story.safetensors")
     text = ["--model", "demo", "--prompt-file", str(path)]
-    assert call("cache-prompt", *text, "-o", saved, *options)[0] == 0
+    assert call("cache-prompt", *text, "-o", saved, *saving)[0] == 0
     asked = ["--model", "demo", "--prompt-cache-file", saved, "--prompt", "Who?", "-m", "1"]
-    assert call("generate", *asked, "--max-kv-bytes", "2MB")[0] == status
+    assert call("generate", *asked, *asking, "--max-kv-bytes", "2MB")[0] == status
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ FEW = {
 }  # fmt: skip
 METAL_TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}
 CHOICES = [*((variant, False) for variant in VARIANTS), (VARIANTS[0], True)]
+HALF_TYPES = "_Float16 half; __bf16 bfloat16;"
 STUB = Path(__file__).parents[2] / "metal_stub.h"
 
 
@@ -55,13 +56,15 @@ def test_the_signature_fits_the_body(name, variant, few):
 
 
 def find_clang():
-    """Return a command that runs clang, or None without a clang that knows the types in `STUB`."""
+    """Return a command that runs clang, or None without a clang that knows Metal's half types."""
     commands = [["clang"]] if shutil.which("clang") else []
     if importlib.util.find_spec("ziglang"):
         commands.append([sys.executable, "-m", "ziglang", "clang"])
-    check = ["-x", "c++", "-std=c++14", "-fsyntax-only", STUB]
-    checked = (subprocess.run([*each, *check], capture_output=True).returncode for each in commands)
-    return next((each for each, status in zip(commands, checked) if status == 0), None)
+    for command in commands:
+        check = [*command, "-x", "c++", "-std=c++14", "-fsyntax-only", "-"]
+        if subprocess.run(check, input=HALF_TYPES, text=True, capture_output=True).returncode == 0:
+            return command
+    return None
 
 
 CLANG = find_clang()
