@@ -131,7 +131,7 @@ class SparseBatchCache(CompressedBatchCache):
 
     @property
     def kind(self) -> tuple:
-        """Return the same kind for all requests: they share no arrays, so lengths don't matter."""
+        """Return a constant, because all of these requests can decode together: they share no arrays."""
         return ("chosen",)
 
     def extract(self, idx: int) -> SparseKVCache:

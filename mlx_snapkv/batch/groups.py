@@ -159,7 +159,9 @@ def _is_nan(logprobs: mx.array) -> bool:
     Checking one value is enough, because a single NaN logit makes all log-probabilities NaN.
     """
     if logprobs.dtype == mx.bfloat16:  # NumPy has no bfloat16
-        with mx.stream(mx.cpu):  # don't wait for the GPU, which computes the next tokens
+        with mx.stream(
+            mx.cpu
+        ):  # avoid waiting for the GPU, which is already computing the next tokens
             return bool(mx.isnan(logprobs[0]).item())
     return bool(np.isnan(np.asarray(logprobs)[0]))
 

@@ -263,8 +263,8 @@ class Conversation:
     ) -> Iterator[GenerationResponse]:
         """Yield the responses to `tokens`, then add the turn to the conversation.
 
-        If there is no answer, the conversation is restored instead. Until the first token of the answer arrives, `undo`
-        can still undo the previous turn exactly.
+        If there is no answer, the conversation is restored to its state before the turn. The previous turn's copy of
+        that state, which `undo` restores exactly, is kept until the first token of the answer arrives.
 
         Args:
             messages: the chat, including the new user message.

@@ -126,7 +126,8 @@ def _answer_requests(run: Run, requests: RequestsFile, quiet: bool) -> None:
         bar.start("answering", requests.n_lines)
 
         def show_progress(progress: Progress) -> None:
-            seconds = max(progress.seconds, 1e-9)  # 0 if earlier runs answered every request
+            # `progress.seconds` is 0 if earlier runs answered every request.
+            seconds = max(progress.seconds, 1e-9)
             prompt_speed = progress.prompt_tokens / seconds
             answer_speed = progress.answer_tokens / seconds
             speeds = f"prompts {prompt_speed:,.0f} tokens/s, answers {answer_speed:,.0f}"

@@ -201,7 +201,7 @@ class AnswerParser:
         text_after_call = call_text[call_end + len(marker) :]
         self._call_text = call_text[:call_end]
         self._machine_state = self._machine.make_state()  # outside the call
-        # Without any text before the marker, `_end_call` returns nothing. The marker is then returned as text.
+        # If there is no text before the marker, `_end_call` returns an empty list. The marker itself is then text.
         parts = self._end_call() or [Reply(marker)]
         return parts + self.parse(text_after_call, is_last=True)
 

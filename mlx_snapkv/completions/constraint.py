@@ -221,10 +221,10 @@ class Constraint:
         return short_end(matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
 
     def _surely_fitting(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
-        """Return a mask of the allowed tokens that are certain to leave room for a short end.
+        """Return a mask of the allowed tokens that certainly leave room for a short end, so that they need not be tried.
 
-        These tokens need not be tried. If the answer is inside a string and there are enough spare tokens, they are the
-        tokens without quotes or backslashes. Otherwise, no token is certain to leave room.
+        Inside a string, with enough tokens to spare, these are the allowed tokens without quotes or backslashes. In all
+        other cases, the mask is empty.
         """
         has_spare_tokens = n_spare > MAX_END_GROWTH_IN_STRING
         if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):

@@ -146,8 +146,8 @@ def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Convert any API's function definition to the format of chat templates."""
     if "function" in tool:
         return {"type": "function", **tool}
-    # Anthropic's name for `parameters` is `input_schema`. Keep the field order, because templates show the fields to
-    # the model.
+    # Anthropic's name for `parameters` is `input_schema`. Keep the client's field order, because templates render the
+    # fields to the model in this order.
     function = {
         "parameters" if field == "input_schema" else field: value
         for field, value in tool.items()

@@ -200,7 +200,7 @@ class SnapKVCache(EvictingCache):
     def is_trimmable(self) -> bool:
         """Return True only for a growing window in speculative decoding.
 
-        There, mlx-lm trims no more tokens than it has appended.
+        Trimming it is safe, because mlx-lm then trims no more tokens than it has appended.
         """
         return self.is_drafted and self.grows
 

@@ -265,7 +265,7 @@ class Entries:
         if (start, stop) == (0, len(self)):
             return self
         part = self._map_arrays(lambda array: array[:, :, start:stop])
-        # Unless `start` is 0, shared votes can't be used: their keys contain the number of entries, but not `start`.
+        # The dict of shared votes is keyed by the number of entries but not by `start`, so it holds only if `start` is 0.
         return part if start == 0 else replace(part, shared_votes=None)
 
     def _map_arrays(self, function: Callable[[mx.array], mx.array]) -> Entries:

@@ -237,8 +237,8 @@ def _compressed_cache(
 ) -> tuple[list, CompressionReport]:
     """Return the cache to predict the judged tokens from, and its compression report."""
     if isinstance(policy, Sparse):
-        # If there is a question, read all but its last token as a later turn. `predictions` feeds the last token to
-        # predict the first judged token.
+        # If there is a question, read it as a later turn, except for its last token. `Reference.predictions` feeds that
+        # token, to get the prediction of the first judged token.
         later_tokens = reference.prompt[len(reading.tokens) : -1]
         return read_sparsely(reading.model, policy, reading.tokens, later_tokens)
     if setting == KNOWN:

@@ -36,7 +36,7 @@ ANSWER_CAPACITY = 256  # number of answer tokens to preallocate buffers for
 
 
 def shares_reading(setting: Setting | None) -> bool:
-    """Return whether a policy can choose from full caches that it shares with other policies.
+    """Return whether a policy can choose its entries from full caches that it shares with other policies.
 
     Also return True for the full cache (None). Some settings need a separate pass over the prompt: block policies evict
     during prefill, h2o accumulates the attention of all queries, and with sparse attention, each chunk chooses the

@@ -15,7 +15,7 @@ class BreakEven(NamedTuple):
 
     Attributes:
         basis: MEASURED if the length comes from timed requests, ESTIMATED if it comes from timing a layer, or UNKNOWN.
-        tokens: the length in tokens. None if it is unknown, or if sparse attention is faster at none of `LENGTHS`.
+        tokens: the length in tokens. None if it is unknown, or if sparse attention isn't faster at any of `LENGTHS`.
     """
 
     basis: str = UNKNOWN

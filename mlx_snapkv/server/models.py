@@ -38,7 +38,7 @@ def _model(name: str, request: Request) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
         "max_input_tokens": context,
-        # Other servers' fields.
+        # Names that other servers use for the context length.
         "context_length": context,
         "max_model_len": context,
     }

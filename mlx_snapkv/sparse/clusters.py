@@ -202,7 +202,7 @@ def k_means(keys: mx.array, n_clusters: int) -> tuple[mx.array, mx.array]:
     means = keys[:, :, start_indices]
     for _ in range(K_MEANS_ROUNDS):
         ids = _nearest_centres(keys.astype(mx.float32), means.astype(mx.float32))
-        mx.eval(ids)  # evaluate now, so that the distances of only one round are in memory
+        mx.eval(ids)  # evaluate now, so that only one round's distances are in memory at a time
         means = mean_by_cluster(keys, ids, n_clusters)
     return ids, means
 

@@ -44,7 +44,7 @@ READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
 # The magnitudes of the prompt's last 16 queries set the weights of the index's channels. The residual is fitted to the
-# last `FITTING_QUERIES` of them (`residual.py`).
+# last `FITTING_QUERIES` of these queries (`residual.py`).
 N_VOTERS = 16
 
 

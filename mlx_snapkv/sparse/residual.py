@@ -170,7 +170,9 @@ class Example:
         first_run = math.ceil(self.middle.start / SAMPLED_RUN)
         stop_run = self.middle.stop // SAMPLED_RUN
         n_runs = stop_run - first_run
-        step = math.ceil(n_runs * SAMPLED_RUN / SAMPLED_ENTRIES)  # one run in `step` is sampled
+        step = math.ceil(
+            n_runs * SAMPLED_RUN / SAMPLED_ENTRIES
+        )  # one of every `step` runs is sampled
         is_short_text = step <= 1
         if is_short_text:
             for span in spans(0, n_entries):

@@ -262,7 +262,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def state(self) -> tuple:
         """Return the cache's arrays.
 
-        If the entries are in files and no request is running, return the arrays to save instead.
+        If the entries are in files and no request is running, return only the arrays that a saved prompt cache needs.
         """
         first_entry = None if self.growing.offset > 0 else self.store.first_entry
         if first_entry is not None:  # between requests

@@ -10,7 +10,8 @@ from ...errors import SnapKVError
 from ...hyperparameters import choice, count, entry_count, smallest_budget
 from ..policy import Policy
 
-# pool="forward" compares the prompt's last 32 queries, and its last 64, with the queries before them.
+# pool="forward" compares the prompt's last 32 queries with all earlier ones, and its last 64 queries with all before
+# those.
 LATEST_COUNTS = (32, 64)
 
 
