@@ -221,7 +221,7 @@ class Constraint:
         return short_end(matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
 
     def _surely_fitting(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
-        """Return a mask of the allowed tokens that certainly leave room for a short end, so that they need not be tried.
+        """Return a mask of the allowed tokens that certainly leave room for a short end, so they need not be tried.
 
         Inside a string, with enough tokens to spare, these are the allowed tokens without quotes or backslashes. In all
         other cases, the mask is empty.

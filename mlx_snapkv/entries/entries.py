@@ -265,7 +265,7 @@ class Entries:
         if (start, stop) == (0, len(self)):
             return self
         part = self._map_arrays(lambda array: array[:, :, start:stop])
-        # The dict of shared votes is keyed by the number of entries but not by `start`, so it holds only if `start` is 0.
+        # Shared votes are stored by number of entries, not by `start`, so they are valid only if `start` is 0.
         return part if start == 0 else replace(part, shared_votes=None)
 
     def _map_arrays(self, function: Callable[[mx.array], mx.array]) -> Entries:

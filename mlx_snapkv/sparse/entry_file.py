@@ -57,7 +57,7 @@ class Layout:
         return np.asarray(mx.concatenate(byte_arrays, axis=-1)).data.cast("B")
 
     def from_bytes(self, items: np.ndarray) -> Stored:
-        """Convert items `(B, n_kv_heads, n)` to rows `(B, n_kv_heads, n, ...)`. Each item holds the bytes of one row."""
+        """Convert items `(B, n_kv_heads, n)` to rows `(B, n_kv_heads, n, ...)`. Each item is the bytes of one row."""
         item_bytes = np.ascontiguousarray(items).view(np.uint8)
         rows_as_bytes = mx.array(item_bytes.reshape(*items.shape, self.row_bytes))
         part_sizes = [dtype.size * width for dtype, width in self.parts]
