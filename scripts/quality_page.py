@@ -57,8 +57,8 @@ is a sentence of an essay, a comment in code, a message of a log, a remark in a 
 - *known* and *later*: with a policy, the question ends the prompt that is compressed, or the text is compressed before
   the question is read. Sparse attention evicts nothing. It reads each text by itself, sparsely, and each question as
   the next turn, with `when=always`.
-- *sparse*: 6.25% and 3.125% of 2,048 tokens are 128 and 64 entries per token, of 8,192 tokens 512 and 256. By default,
-  a token reads at least 1,024 (`sparse:budget=1024`).
+- *sparse*: 6.25% and 3.125% of 2,048 tokens are 128 and 64 entries per token, of 8,192 tokens 512 and 256, and of
+  16,384 tokens 1,024 and 512. By default, a token reads at least 1,024 (`sparse:budget=1024`).
 
 An answer is right if it names the fact's value and no value of another fact. Numbers are right answers. In brackets is
 the share of the full cache's right answers that the method gives, too. Where the full cache finds few facts, the
