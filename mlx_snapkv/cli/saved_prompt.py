@@ -80,8 +80,7 @@ class SavedPrompt:
             if isinstance(answer_setting, Compress):
                 self.report = self._compress(model, answer_setting, quantization)
                 answer_setting = None
-        self._answer_setting = answer_setting
-        self.options = {"policy": answer_setting, "prompt_cache": self._caches}
+        self.options: dict[str, Any] = {"policy": answer_setting, "prompt_cache": self._caches}
 
     def _require_model(self, name: str) -> None:
         """Check that mlx-lm saved the file with a model of this name. Raises: SnapKVError."""
@@ -180,7 +179,7 @@ class SavedPrompt:
 
         Raises: SnapKVError: they do not fit.
         """
-        moves_entries = CompressionConfig(self._answer_setting).store not in (None, "memory")
+        moves_entries = CompressionConfig(self.options["policy"]).store not in (None, "memory")
         if moves_entries or max_kv_bytes == NO_KV_LIMIT:
             return
         saved_bytes = memory_bytes(self._caches)

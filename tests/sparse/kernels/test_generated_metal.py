@@ -55,8 +55,9 @@ def test_the_signature_fits_the_body(name, variant, few):
     assert set(re.findall(r"(\w+) \[\[\w+\]\]", signature)) <= ATTRIBUTES
 
 
-def find_clang():
-    """Return a command that runs clang, or None without a clang that knows Metal's half types."""
+@pytest.fixture(scope="module")
+def clang():
+    """Return a command that runs clang. Skip the test without a clang that knows Metal's half types."""
     commands = [["clang"]] if shutil.which("clang") else []
     if importlib.util.find_spec("ziglang"):
         commands.append([sys.executable, "-m", "ziglang", "clang"])
@@ -64,28 +65,22 @@ def find_clang():
         check = [*command, "-x", "c++", "-std=c++14", "-fsyntax-only", "-"]
         if subprocess.run(check, input=HALF_TYPES, text=True, capture_output=True).returncode == 0:
             return command
-    return None
+    pytest.skip("no clang knows _Float16 and __bf16")
 
 
-CLANG = find_clang()
-needs_clang = pytest.mark.skipif(CLANG is None, reason="no clang knows _Float16 and __bf16")
-
-
-@needs_clang
-def test_clang_finds_no_wrong_type_or_address_space():
+def test_clang_finds_no_wrong_type_or_address_space(clang):
     for name, (variant, few) in itertools.product(launch.INPUTS, CHOICES):
         source = metal_source(name, *variant, few=FEW if few else ())
-        assert not complaints(source), (name, variant)
+        assert not complaints(clang, source), (name, variant)
 
 
-@needs_clang
-def test_clang_rejects_a_pointer_to_another_address_space():
+def test_clang_rejects_a_pointer_to_another_address_space(clang):
     source = metal_source("attend", *VARIANTS[0])
     wrong = source.replace("const device T* value = ", "const device T* value = query; value = ")
-    assert wrong != source and "address_space" in complaints(wrong)
+    assert wrong != source and "address_space" in complaints(clang, wrong)
 
 
-def complaints(source):
+def complaints(clang, source):
     """Return clang's errors and warnings, with address spaces treated as C++ attributes."""
     instance = re.sub(r"\[\[host_name.*?\]\] \[\[kernel\]\] ", "", source)
     options = [
@@ -99,7 +94,7 @@ def complaints(source):
         "-",
     ]
     done = subprocess.run(
-        [*CLANG, *options, "-Wno-unused-command-line-argument"],
+        [*clang, *options, "-Wno-unused-command-line-argument"],
         input=f'#include "{STUB}"\n{instance}', text=True, capture_output=True,
     )  # fmt: skip
     return done.stderr if done.returncode or "warning" in done.stderr else ""
