@@ -120,8 +120,8 @@ class SparseBatchCache(CompressedBatchCache):
         """Compute attention for one token per request; see `SparseKVCache.attend`."""
         outputs: list[mx.array] = []
         for i, request_cache in enumerate(self.request_caches):
-            # Make each request depend on the previous request's output, so that only one request's temporary arrays are
-            # in memory at a time.
+            # Make each request depend on the previous request's output. Otherwise, the temporary arrays of all requests
+            # could be in memory together.
             request_queries = mx.depends(queries[i : i + 1], outputs[-1:])
             new_keys = keys[i : i + 1]
             new_values = values[i : i + 1]

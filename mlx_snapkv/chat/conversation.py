@@ -60,8 +60,8 @@ class Conversation:
         prompt_cache: the caches that the next turn continues from.
         read: tokens of the chat that are in the cache.
         pending_tokens: tokens after `read` that are not in the cache yet. The next turn reads them.
-        n_unknown: number of tokens at the start of `read` whose ids are unknown. They are stored as 0. There are none
-            unless the chat started from an mlx-lm file, which contains no token ids.
+        n_unknown: number of tokens at the start of `read` whose ids are unknown. They are stored as 0. The number
+            is 0 unless the chat started from an mlx-lm file, which contains no token ids.
         attached: documents to read with the next message.
         user_inputs: for each user message, its documents followed by the typed text.
 

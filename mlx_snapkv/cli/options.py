@@ -243,8 +243,8 @@ class DraftOptions:
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         """Load the draft model, if any, and return the `stream_generate` keywords for it.
 
-        Raises: SnapKVError: the draft model can't be loaded, or the vocabulary size of its tokenizer differs from
-            that of `tokenizer`, the main model's tokenizer.
+        Raises: SnapKVError: the draft model can't be loaded, or its tokenizer and the main model's `tokenizer` have
+            vocabularies of different sizes.
         """
         from .loading import load_model
 

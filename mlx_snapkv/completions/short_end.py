@@ -36,8 +36,7 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
     end = _search_end(matcher, tokenizer, max_length, MAX_CHOICES)
     if end is not None:
         return end
-    # A position with many alternatives, for example in a string with a `pattern`, can use up all paths. Search again
-    # with only one alternative per position.
+    # Many alternatives at one position, as in a string with a `pattern`, can use up all paths. So try only one each.
     return _search_end(matcher, tokenizer, max_length, max_choices=1)
 
 

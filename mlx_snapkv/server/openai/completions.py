@@ -179,8 +179,7 @@ class CompletionFormatter(ResponseFormatter):
         A prompt with several answers is counted once.
         """
         report = self.finished[0].report
-        # Answers to the same prompt have consecutive indices, so the index of each prompt's first answer is a multiple
-        # of `n_answers`.
+        # Answers to one prompt have consecutive indices, so its first answer's index is a multiple of `n_answers`.
         first_started = [
             started for index, started in self.started.items() if index % self._n_answers == 0
         ]
