@@ -113,8 +113,9 @@ def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
     share = _share(n_window)
     if share == 1:
         return None
-    # Start below every budget with enough room. Rounding down makes the window smaller by less than one entry, so such
-    # a budget is larger than (n_beside_window - 1) / (1 - share).
+    # Start at a lower bound. A budget with enough room is at least n_beside_window plus the window. Shares are rounded
+    # down, so the window has more than share * budget - 1 entries. Solved for the budget, this gives
+    # budget > (n_beside_window - 1) / (1 - share).
     budget = int((n_beside_window - 1) / (1 - share))
     while budget - amount(n_window, budget) < n_beside_window:
         budget += 1

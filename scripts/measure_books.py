@@ -3,8 +3,7 @@
     python scripts/measure_books.py                      # writes docs/books.json; then: make docs
     python scripts/measure_books.py --lengths 1048576 --out build/books
 
-The book is measured at every length, and the full cache at the first length, half of it and a quarter. The full cache
-comes last: on systems that report only a process's peak memory, it would hide the memory of later cases.
+The book is measured at every length. Then the full cache is measured at the first length, half of it and a quarter.
 """
 
 import os

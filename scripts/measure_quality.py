@@ -48,7 +48,7 @@ BLOCKS = (
     *(f"{name}:budget=25%" for name in ("expected_attention", "keydiff", "lagkv", "streaming_llm")),
 )
 SPARSE = ("budget=6.25%", "budget=3.125%")
-# Tasks measure only one, because each sparse setting needs its own pass over every prompt.
+# Tasks are measured with only one sparse setting, because each needs its own pass over every prompt.
 SPARSE_TASKS = SPARSE[:1]
 
 

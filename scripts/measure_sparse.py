@@ -4,8 +4,8 @@
     python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 4096
     python scripts/measure_sparse.py --models MODEL; make docs
 
-A text is read with the full cache, and in chunks that choose entries. Then both decode the following tokens from all of
-their entries, so only the prefill differs. Answers to needle questions are scored in the same way.
+A text is read twice: with the full cache, and in chunks that choose entries. After each reading, the following tokens
+are decoded from all entries, so only the prefill differs. Answers to needle questions are scored in the same way.
 """
 
 import itertools

@@ -3,7 +3,7 @@
     python scripts/numpy_attention.py eval fidelity --model real-models/smollm2-135m-instruct ...
     python scripts/numpy_attention.py scripts/evaluate.py data --model real-models/smollm2-135m-instruct ...
 
-MLX's CPU backend computes exponentials one by one: a softmax takes MLX 75 ms and NumPy 3 ms. A model of 135
+MLX's CPU backend computes exponentials one by one: NumPy needs 3 ms for a softmax that takes MLX 75 ms. A model of 135
 million parameters runs faster with NumPy in float32, and its log-probabilities change by less than 1e-4. Only scripts
 that measure quality use this module; a Mac does not need it.
 """

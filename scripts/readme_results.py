@@ -66,7 +66,10 @@ def named_parts() -> list[dict[str, Any]]:
 
 
 def predictions_on_texts() -> Iterator[tuple[dict[str, Any], str, dict[str, dict[str, Any]]]]:
-    """Yield each part that scores predictions on texts in both modes: the part, the kind of text, rows by method."""
+    """Yield each part that scores both SnapKV's and sparse attention's predictions on texts.
+
+    Yield the part, the kind of text, and the part's rows by method.
+    """
     for part in named_parts():
         by_method = {row["method"]: row for row in part["summary"] if row["setting"] == "text"}
         if part["task"] == "fidelity" and _is_shown(by_method):

@@ -38,9 +38,9 @@ from mlx_snapkv.planning.units import format_bytes
 
 SMOLLM2 = ROOT / "real-models" / "smollm2-135m-instruct"
 HYBRID = "demo-qwen3-next"
-WARM_UP = 60  # seconds until memory is first read; at most `WARM_UP_SHARE` of the whole time
+WARM_UP = 60  # seconds, at most `WARM_UP_SHARE` of the whole time; its second half gives the memory to compare with
 WARM_UP_SHARE = 0.4
-MAX_GROWTH = 1.1  # final memory, as a multiple of the memory after the warm-up
+MAX_GROWTH = 1.1  # final memory, as a multiple of the memory at the warm-up's end
 PROGRESS = 10  # seconds between progress lines
 # glibc keeps freed memory for the thread that freed it, unless there is only one arena. It also keeps gaps between the
 # small arrays of a tiny model, unless arrays are outside the heap. With these settings, only leaks make memory grow.

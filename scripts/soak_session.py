@@ -71,7 +71,7 @@ class Session:
         self._history: Messages = []
 
     def run(self, url: str, until: float) -> None:
-        """Work on a server until `time.monotonic` reaches `until`, or until a request fails."""
+        """Work on a server until `time.monotonic` reaches `until`. The server's error messages are stored in `sent`."""
         # Action -> its relative frequency.
         actions = {self._turn: 12, self._retry: 2, self._branch: 2, self._disconnect: 3}
         with httpx.Client(base_url=url, timeout=WAIT) as client:
@@ -110,7 +110,10 @@ class Session:
         self._note(post(client, self._api, body, streams=True))
 
     def _note(self, sent: Sent) -> None:
-        """Store a request and add its answer to the history. If the prompt was too long, shorten the history."""
+        """Store a request and add its answer to the history.
+
+        If the request failed, shorten the history, because its prompt was probably too long.
+        """
         self.sent.append(sent)
         if sent.answer is None:
             self._compact()

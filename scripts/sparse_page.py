@@ -21,7 +21,7 @@ def reading() -> list[str]:
 
 
 def residual() -> list[str]:
-    """Return the KL by the means of unread entries, with one column per way to compute the means."""
+    """Return the KL of sparse attention, with one column per way to compute the means of unread entries."""
     results = [load(name) for name in ("residual", "residual-code")]
     rows = [row for result in results for row in result["rows"]]
     ways = list(dict.fromkeys(row["way"] for row in rows))

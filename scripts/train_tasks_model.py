@@ -95,7 +95,8 @@ def picked_positions(kinds: np.ndarray, rng: np.random.Generator) -> tuple[np.nd
     """Pick and weight the positions that count in the loss: answers, copies and a quarter of the text.
 
     Positions index the flattened batch. An answer's weight grows with the square root of its length. The first answer
-    has a higher weight, because it is the most common use, and the only answer directly after the document.
+    has a higher weight, because a single question is the most common use, and only its answer comes directly after the
+    document.
     """
     begins = (kinds == ANSWER) & (np.roll(kinds, 1, axis=1) != ANSWER)
     first = np.where(begins.cumsum(axis=1) == 1, FIRST_WEIGHT, 1.0).reshape(-1)

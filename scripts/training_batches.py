@@ -39,7 +39,7 @@ class Mix:
         questions: maximum number of questions per document.
         copy: share of copying sequences.
         made_up: probability that a word in a subject is invented.
-        tasks: harder tasks, which make up `TASK_SHARE` of the other sequences.
+        tasks: harder tasks. If there are any, they make up `TASK_SHARE` of the sequences that are not for copying.
     """
 
     length: int

@@ -171,7 +171,11 @@ CALL = "{~name~: ~run~, ~arguments~: {~command~: ~COMMAND~}}"  # the model's cal
 
 
 def what_to_say(prompt: str) -> str:
-    """Return the model's answer to a prompt, which is given in the last message."""
+    """Return what the model should answer to a prompt.
+
+    It is the text between `SAY` and `END` in the last user message, or `DONE` if there is no such text or a tool has
+    already been run. A request for a summary gets a summary.
+    """
     _, _, last_message = prompt.rpartition("<|user|>")
     _, say, text_and_rest = last_message.rpartition(SAY)
     text, _, after = text_and_rest.partition(END)

@@ -184,7 +184,7 @@ class CompressedBatchGenerator(BatchGenerator):
                 continue
             plan = plan_request(self.model, config, n_prompt, cache, max_tokens=n_answer)
             if plan.adapts:
-                # Batched requests decode in lockstep, so no single request can switch to full attention.
+                # Batched requests decode in lockstep, so a request can't switch to full attention later: decide now.
                 plan = replace(plan, adapts=False, reason=self._slower_reason(plan, n_answer))
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
@@ -210,7 +210,7 @@ class CompressedBatchGenerator(BatchGenerator):
             groups.only_uncompressed = is_reading or will_read
         prompts, responses = super()._next()
         if any(response.finish_reason is not None for response in responses):
-            mx.clear_cache()  # the cached buffers have the wrong sizes for the remaining groups
+            mx.clear_cache()  # MLX keeps freed buffers, but the remaining groups need other sizes
         return prompts, responses
 
     def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:

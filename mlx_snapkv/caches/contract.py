@@ -24,7 +24,7 @@ class LayerCache(ABC):
     # None if the entries are not quantised, or if the store quantises them.
     quantization: Quantization | None = None
     store: Any = None  # the `Store` that keeps all entries between turns, if there is one
-    # Whether entries have been or will be evicted, or answer tokens read only some of them.
+    # Whether entries have been or will be evicted, or whether answer tokens read only some of the entries.
     is_compressed: bool = False
     # Whether entries are only ever appended, so that the newest tokens can be trimmed.
     grows: bool = False
@@ -41,7 +41,7 @@ class LayerCache(ABC):
     size: Callable[[], int]
     # Drops the `n` newest tokens and returns the number dropped. Only for caches whose `grows` is true.
     trim: Callable[[int], int]
-    file_nbytes: int = 0  # size in bytes of keys, values and indexes in files
+    file_nbytes: int = 0  # size in bytes of the keys, values and indexes that are stored in files
 
     @property
     def recorded(self) -> Sequence[mx.array]:

@@ -296,7 +296,7 @@ def memory_bytes(prompt_cache: list) -> int:
 
 
 def file_bytes(prompt_cache: list) -> int:
-    """Return the size in bytes of keys, values and indexes in files."""
+    """Return the size in bytes of the keys, values and indexes that are stored in files."""
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
 
 

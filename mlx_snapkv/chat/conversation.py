@@ -60,8 +60,8 @@ class Conversation:
         prompt_cache: the caches that the next turn continues from.
         read: tokens of the chat that are in the cache.
         pending_tokens: tokens after `read` that are not in the cache yet. The next turn reads them.
-        n_unknown: number of tokens at the start of `read` whose ids are unknown. They are stored as 0. The number
-            is 0 unless the chat started from an mlx-lm file, which contains no token ids.
+        n_unknown: number of tokens at the start of `read` whose ids are unknown and are stored as 0. There are such
+            tokens only if the chat started from an mlx-lm file, which contains no token ids.
         attached: documents to read with the next message.
         user_inputs: for each user message, its documents followed by the typed text.
 
@@ -263,8 +263,9 @@ class Conversation:
     ) -> Iterator[GenerationResponse]:
         """Yield the responses to `tokens`, then add the turn to the conversation.
 
-        If there is no answer, the conversation is restored to its state before the turn. The previous turn's copy of
-        that state, which `undo` restores exactly, is kept until the first token of the answer arrives.
+        If there is no answer, the conversation is restored to its state before the turn. Until the first token of the
+        answer arrives, the copy of the state before the previous turn is kept, so that `undo` can still undo the
+        previous turn exactly.
 
         Args:
             messages: the chat, including the new user message.

@@ -101,7 +101,8 @@ def bench(*, options: BenchOptions) -> None:
     model_name = options.model
     settings = options.settings()
     for setting, n_tokens in product(settings, [*options.context, *options.prompt_tokens]):
-        decode_quota(setting, n_tokens)  # raises if a budget is too small for its sink and window
+        # Raises SnapKVError if a budget is less than one entry, or leaves no entry for the sliding window.
+        decode_quota(setting, n_tokens)
     files = None if options.output is None else ResultFiles(options.output, (".json", ".md"))
     raise_on_interrupt()
     if model_name is None:

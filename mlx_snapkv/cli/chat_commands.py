@@ -318,7 +318,7 @@ def _policy(session: Session, text: str) -> None:
         compression = session.compression
         _, _, options = text.partition(":")
         if values_in_sparse(options, "store"):
-            # `text` names a store. Ignore --store, which would replace the named store if that is the default.
+            # `text` names a store, so ignore --store. Otherwise, --store would replace a named "memory", the default.
             compression = replace(compression, store=None)
         policy = compression.fill_defaults_of(setting_named(text))
     session.start_new_conversation(

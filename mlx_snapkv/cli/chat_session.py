@@ -267,7 +267,8 @@ class Session:
     def start_new_conversation(self, message: str, **changes: Any) -> None:
         """Start a new conversation if the current one may be discarded, and print `message`.
 
-        If the current conversation was loaded from a file with its own setting, the new one does not keep that setting.
+        The new conversation uses the session's `policy`, even if the current conversation was loaded with another
+        setting.
 
         Args:
             message: line to print.

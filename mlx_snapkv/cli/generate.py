@@ -266,7 +266,10 @@ class _Answer:
 
     @property
     def _continued_prompt(self) -> SavedPrompt | None:
-        """Return the saved prompt, or None if there isn't one or sparse attention is used."""
+        """Return the saved prompt if its report describes the answer's cache.
+
+        Return None without a saved prompt, or with sparse attention, which makes a report of its own.
+        """
         has_setting = self.keywords["policy"] is not None
         return None if has_setting else self.saved
 

@@ -134,8 +134,8 @@ def _print_inspection(inspection: Inspection) -> None:
 def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
     """Print the top sentences, one per line.
 
-    Each line shows the sentence's share of the votes or, if the policy has no votes, the share of its entries that was
-    chosen.
+    Each line shows the sentence's share of the votes. If the policy has no votes, it shows the share of the sentence's
+    entries that was chosen.
     """
     from ..measure.inspection_page import SHOWN_SENTENCES
 

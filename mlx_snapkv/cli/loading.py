@@ -77,7 +77,7 @@ def load_model(
             options["model_config"] = {"quantize_activations": quantize_activations, **changes}
             model, tokenizer, *_ = load(location, adapter_path=adapter, **options)
     # Ranks with different memory could choose different dtypes, so split models keep their own dtype. Embedded models
-    # are converted regardless of memory.
+    # are an exception, because their conversion does not depend on memory.
     if n_ranks == 1 or name in MODELS:
         notice = _compute_in_float32(name, model, this_machine().memory)
         if notice is not None:

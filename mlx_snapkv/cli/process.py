@@ -14,7 +14,8 @@ MAX_OPEN_FILES = 4096  # macOS shells allow 256, and --store file opens four fil
 def open_standard_descriptors() -> None:
     """Open the null device for each closed standard descriptor.
 
-    Otherwise, the next file that is opened would get the descriptor's number.
+    Otherwise, the next file that is opened would get the descriptor's number, and messages for the closed stream could
+    be written to that file.
     """
     for number in range(3):
         try:

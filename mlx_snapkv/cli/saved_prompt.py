@@ -171,8 +171,10 @@ class SavedPrompt:
     def require_memory(self, max_kv_bytes: int | None) -> None:
         """Check that the model and the saved entries fit in memory together.
 
-        The question and the answer are not counted, because they are usually much shorter than the saved text. Entries
-        that move to another store are not counted either, because they move one layer at a time.
+        The question and the answer are not counted, because they are usually much shorter than the saved text.
+
+        If the answer uses a store other than memory, nothing is checked, because the entries move to that store one layer
+        at a time.
 
         Args:
             max_kv_bytes: KV memory limit in bytes. 0 turns off the check. None means this machine's memory.
@@ -206,7 +208,10 @@ class SavedPrompt:
 
     @property
     def policy(self) -> str:
-        """Return the setting that compressed the prompt when it was loaded or before it was saved, or `NO_POLICY`."""
+        """Return the setting that compressed the prompt when it was loaded.
+
+        If none did, return the setting in the file, which may be `NO_POLICY`.
+        """
         return self.report.policy if self.report.compressed else self._saved.policy
 
     @property

@@ -76,10 +76,11 @@ class AnswerParser:
         state_after_text, segments = TextStateMachine.split(self._machine_state, text)
         has_call_text = any(state == "tool" for state, _ in segments)
         may_end_call = has_call_text and bool(self._call_end_marker)
-        # A marker in a call or in the required JSON may turn out to be text, so split the text again, letter by letter.
+        # The machine splits at every marker, but a marker in a call's argument or in the required JSON is text. So
+        # discard the segments and split one character at a time: `_split_character` corrects the machine where necessary.
         if may_end_call or self._begins_json(segments):
-            for letter in text:
-                parts += self._add_segments(self._split_letter(letter))
+            for character in text:
+                parts += self._add_segments(self._split_character(character))
         else:
             self._machine_state = state_after_text
             parts += self._add_segments(segments)
@@ -106,14 +107,14 @@ class AnswerParser:
                 parts.append(Reply(text))
         return parts
 
-    def _split_letter(self, letter: str) -> list[Segment]:
-        """Feed the next letter to the machine, and return the new segments.
+    def _split_character(self, character: str) -> list[Segment]:
+        """Feed the next character to the machine, and return the new segments.
 
         If a marker turns out to be text, the state is corrected. A tool call replaces the required JSON, so no JSON is
         expected once a call has started.
         """
         state_before, *_ = self._machine_state
-        self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
+        self._machine_state, segments = TextStateMachine.split(self._machine_state, character)
         state_after, *_ = self._machine_state
         starts_call = state_after == "tool" and state_before != "tool"
         ends_call = state_before == "tool" and state_after != "tool"
@@ -149,7 +150,7 @@ class AnswerParser:
         return segments
 
     def _begins_json(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the segments contain the first letter of the required JSON."""
+        """Return whether the segments contain the first character of the required JSON."""
         return self._awaits_json and any(
             state == "normal" and text.strip() for state, text in segments
         )

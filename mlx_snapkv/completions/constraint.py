@@ -155,8 +155,9 @@ class Constraint:
         If the most likely token leaves too little room, the JSON is closed: `closed_early` is set, and from then on
         only the short end's tokens are allowed. If no short end is found, `allowed` is not restricted.
 
-        Searching for an end at every token would be too slow. Each token lengthens the end by at most
-        `_max_end_growth`, so the next search is due after `n_spare // (_max_end_growth + 1)` tokens.
+        Searching for an end at every token would be too slow. `n_spare` is the number of tokens left beyond the end.
+        Each answer token reduces it by at most `_max_end_growth + 1`: by one itself, and by the rest because the end
+        may grow. So the next search is due after `n_spare // (_max_end_growth + 1)` tokens.
 
         Args:
             allowed: bool mask `(vocabulary,)` of the tokens that the grammar allows.

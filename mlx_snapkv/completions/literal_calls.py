@@ -198,7 +198,7 @@ class LiteralReader:
         quote = self.opening_quote()
         quote_pattern = re.escape(quote)
         has_escapes = self._notation.escapes
-        # An escape sequence counts as one letter.
+        # An escape sequence counts as one character.
         letter_with_escapes = rf"\\.|(?!{quote_pattern})[^\\]"
         letter = letter_with_escapes if has_escapes else rf"(?!{quote_pattern})."
         quoted_text = self._read_match(rf"(?s:{quote_pattern}(?:{letter})*{quote_pattern})")

@@ -61,7 +61,7 @@ def _convert_arguments(turns: list[Message], as_text: bool) -> list[Message]:
 
 
 def _drop_thoughts(turns: list[Message]) -> list[Message]:
-    """Drop the reasoning of turns with calls, because some templates don't allow both in one turn."""
+    """Drop the reasoning of turns with calls. Some templates reject such a turn if it has both text and reasoning."""
     return [replace(turn, reasoning="") if turn.calls else turn for turn in turns]
 
 
@@ -103,7 +103,7 @@ def _one_call_each(turn: Message) -> list[Message]:
 def _acknowledge_results(turns: list[Message]) -> list[Message]:
     """Insert a short assistant turn before user turns that follow a call or a result.
 
-    Agents send reminders in such user turns.
+    Agents put reminders after tool results, but templates such as Mistral's reject a user turn there.
     """
     new_turns: list[Message] = []
     for turn in turns:
@@ -146,7 +146,7 @@ REWRITES: list[tuple[Change, ...]] = [
     ),
 ]
 NOTES = {
-    _drop_thoughts: "the chat template refuses thoughts beside a call: they are left out",
+    _drop_thoughts: "the chat template refuses text and thoughts beside a call: the thoughts are left out",
     _give_system_to_user: "the chat template refuses this system message: the user says it instead",
     make_alternating: "the chat template takes no such calls or order of roles: calls and results are put as text",
 }

@@ -66,7 +66,7 @@ class SeededSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Sample the next token `(1,)` from log-probabilities `(1, vocab_size)`."""
-        # MLX's generator uses the two 32-bit halves of its seed as its key, so this seed sets that key to `_key`.
+        # MLX's generator uses the two 32-bit halves of its seed as its key. So this seed sets the key to `_key`.
         key_halves: Any = self._key.tolist()
         high, low = key_halves
         mx.random.seed((high << 32) | low)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, in order of preference
+CLOSERS = '}]",:0'  # characters that lead JSON to its end, in order of preference
 QUOTE = '"'
 IN_STRING = "~"  # a character that JSON allows only in strings
-# Characters that may continue a value or a name. They are tried if the grammar allows no closer.
+# Characters that may continue a value or a name. They are tried where the grammar allows none of `CLOSERS`.
 CONTINUATIONS = string.ascii_letters + string.digits + "{[-"
 MAX_CHOICES = 8  # maximum number of alternatives at one position
 MAX_PATHS = 64  # maximum number of paths per search
@@ -25,9 +25,9 @@ class FreeText(Exception):
 def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
     """Return a few tokens that complete the answer as the grammar requires.
 
-    At each position, the first of `CLOSERS` that the grammar allows is used. If the grammar allows no closer, up to
-    `MAX_CHOICES` alternatives are tried. The shortest path is continued first, so that the search ends even for
-    recursive schemas.
+    At each position, the first of `CLOSERS` that the grammar allows is used. Inside a string, a quote is used instead.
+    If the grammar allows none of these characters, up to `MAX_CHOICES` alternatives are tried. The shortest path is
+    continued first, so that the search ends even for recursive schemas.
 
     Returns None if no end of at most `max_length` tokens is found.
 
@@ -36,7 +36,8 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
     end = _search_end(matcher, tokenizer, max_length, MAX_CHOICES)
     if end is not None:
         return end
-    # Many alternatives at one position, as in a string with a `pattern`, can use up all paths. So try only one each.
+    # Many alternatives at a position, as in a string with a `pattern`, can use up all paths. So try only one at each
+    # position.
     return _search_end(matcher, tokenizer, max_length, max_choices=1)
 
 
@@ -101,7 +102,7 @@ def _search_end(
 
 
 def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
-    """Advance a path while a token is forced or a closer is allowed. Return the tokens to try next.
+    """Advance a path while a token is forced or one of `CLOSERS` is allowed. Return the tokens to try next.
 
     Returns an empty list if the answer may end after the path, and None if the path gets too long or violates the
     grammar.
@@ -122,9 +123,9 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
 
 
 def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
-    """Return a list with the token that brings the path closer to its end, or an empty list.
+    """Return a list with the token of one of `CLOSERS`, or an empty list if the bitmask allows none of them.
 
-    Inside a string, this token is a quote. Elsewhere, it is the first of `CLOSERS` that the bitmask allows.
+    Inside a string, the token is a quote. Elsewhere, it is the first of `CLOSERS` that the bitmask allows.
 
     Raises: FreeText: a quote has not ended the string, so the path is inside reasoning.
     """

@@ -57,7 +57,7 @@ class Tags:
 
     @cached_property
     def final_call_end(self) -> re.Pattern[str]:
-        """Return the regular expression for the end of a call, if another call or the end of the text follows."""
+        """Return the regular expression for a call's end that is followed by another call or the end of the text."""
         return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
 
     @cached_property
@@ -286,7 +286,7 @@ def _next_tag_start(text: str, value_start: int, tags: Tags, expected_keys: Coll
 
     Return the text's length if there is neither.
 
-    An argument counts only if it follows a line break or a closing tag.
+    An argument counts only directly after a line break, or anywhere after a closing tag.
     """
     call_end = tags.final_call_end.search(text, value_start)
     limit = call_end.start() if call_end else len(text)

@@ -59,7 +59,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Append stored keys and values. If they don't fit, evict entries first."""
 
     def compact(self) -> None:
-        """Move entries that are not in their final rows yet, as `claim_row` requires. By default, do nothing."""
+        """Prepare for `claim_row`: move entries that are not in their final rows yet. By default, do nothing."""
 
     @abstractmethod
     def claim_row(self) -> int:

@@ -18,8 +18,8 @@ class Compress:
 
     If `policy` has schedule="block", it evicts entries while the prompt is read, and keeps the larger of the two
     policies' sinks and the larger of their windows. `decode_policy` evicts at the end of the prompt and, unless it
-    `grows`, during the answer. At the end of the prompt, at most the last `decode_policy.obs_window` of the prompt's
-    queries vote, unless `decode_policy` accumulates the attention of all queries.
+    `grows`, during the answer. At the end of the prompt, the prompt's last queries vote, at most
+    `decode_policy.obs_window` of them. If `decode_policy` accumulates attention, all of the prompt's queries vote.
 
     `decode_policy` defaults to `policy`. If it is set, `policy` must have schedule="block".
 

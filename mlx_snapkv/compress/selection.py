@@ -10,12 +10,12 @@ def select(scores: mx.array, quota: Quota) -> mx.array:
 
     Args:
         scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is ranked. Ties go
-            to lower positions.
+            to lower indices.
         quota: number of entries to keep.
 
     Returns:
-        Positions, uint32 `(B, n_kv_heads, n)`, unique and ascending along the last axis, where `n` is
-        `min(quota.entries, T)`.
+        Indices of the selected entries, uint32 `(B, n_kv_heads, n)`, unique and ascending along the last axis, where
+        `n` is `min(quota.entries, T)`.
     """
     B, H, T = scores.shape
     if quota.entries >= T:
@@ -48,8 +48,7 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     n_tied_chosen = k - is_better.sum(axis=-1, keepdims=True)
     tied_so_far = mx.cumsum(is_tied.astype(mx.int32), axis=-1)
     is_chosen = is_better | (is_tied & (tied_so_far <= n_tied_chosen))
-    # A chosen position goes to the index that is its rank among the chosen positions. All other positions go to index
-    # k, which is cut off.
+    # Write the chosen positions to indices 0 to k - 1, in order, and all others to index k, which is cut off.
     n_chosen_so_far = mx.cumsum(is_chosen.astype(mx.int32), axis=-1)
     target_indices = mx.where(is_chosen, n_chosen_so_far - 1, k)
     positions = mx.broadcast_to(mx.arange(T, dtype=mx.uint32), scores.shape)

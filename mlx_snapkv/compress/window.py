@@ -162,7 +162,7 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = map_arrays(mx.contiguous, rows_to_keep)
 
     def compact(self) -> None:
-        """Move pending entries into the window, as `claim_row` requires, and free unneeded rows."""
+        """Prepare for `claim_row`: move pending entries into the window, and free unneeded rows."""
         self._move_pending_entries()
         self._free_unneeded_rows(1)
 

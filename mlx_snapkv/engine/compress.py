@@ -314,7 +314,7 @@ def _score_and_select(entries: Entries, policy: Policy, quota: Quota) -> Choice:
     The result is evaluated asynchronously.
     """
     entries.quota = quota
-    # Compute the scores first: a policy may compute scores and votes in the same pass.
+    # Compute the scores first: some policies also compute the votes in the same pass, and `entries` caches them.
     scores = policy.score(entries)
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:

@@ -1,4 +1,4 @@
-"""Prefill without generation, for decoding with mlx-lm or for asking questions about a text later."""
+"""Reads a prompt without answering it, so that mlx-lm can decode the answer or questions can follow later."""
 
 import importlib
 from collections.abc import Sequence
@@ -41,9 +41,9 @@ def prefill(
     """Feed `tokens` to the model, and compress the prompt cache.
 
     To decode with mlx-lm directly, pass `prompt[:-1]` here, then pass `prompt[-1:]` and the cache to mlx-lm's
-    `generate_step`. If you pass the whole prompt instead, the same entries are kept as in this package's
-    `generate_step`. For a policy with `lookahead`, the next tokens are decoded greedily so that they can vote, and are
-    then dropped.
+    `generate_step`, which needs at least one token. The policy then chooses entries without seeing the last token. If
+    you pass the whole prompt here, the same entries are kept as in this package's `generate_step`. For a policy with
+    `lookahead`, the next tokens are decoded greedily so that they can vote, and are then dropped.
 
     With `sparse`, all entries stay in a store, and later requests or conversation turns can continue from them.
 
@@ -55,7 +55,7 @@ def prefill(
         prompt_cache: the prompt cache to fill. A policy compresses it only if it is empty at first. With `sparse`, it
             may contain earlier turns. By default, a new one is created.
         prefill_step_size: maximum tokens per chunk. A policy's `prefill_chunk` takes precedence. With schedule="block",
-            chunks have at most `block` tokens. With sparse prefill, they have at least 512.
+            chunks have at most `block` tokens. With sparse prefill, the maximum is at least 512.
         prompt_progress_callback: called with the number of tokens processed and the total.
         **options: `kv_bits` and `kv_group_size`, for the kept entries.
 

@@ -13,7 +13,7 @@ from .pace import MAX_TIME_RATIO
 
 RETRY_GROWTH = 2  # the text must grow by this factor before a sparse chunk is tried again
 
-# The values of `_Chunk.chooses` for which this process has already read a chunk. The first chunk of each kind is not
+# Kinds of chunks that this process has already read, as values of `_Chunk.chooses`. The first chunk of each kind is not
 # measured, because its time includes compilation.
 compiled_kinds: set[bool] = set()
 

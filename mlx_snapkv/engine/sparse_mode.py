@@ -163,7 +163,7 @@ class SparseMode:
             report.plain_path = why_plain_path(ranking, one_query)
 
     def use_full_attention(self, caches: list) -> None:
-        """Replace `caches` with the full caches, after appending the entries computed with sparse attention to them.
+        """Append the entries computed with sparse attention to the full caches, and replace `caches` with those.
 
         From then on, tokens read all entries until `compress` is called again.
         """

@@ -42,7 +42,7 @@ class Queries:
     Attributes:
         vectors: post-RoPE queries, `(B, n_heads, n, head_dim)`, with the heads of a GQA group adjacent.
         indices: for each query, the index of its token's entry, which is the last entry that the query sees. The index
-            can be past the last entry, for example if an answer token votes on the prompt's entries.
+            can lie beyond all existing entries, for example if an answer token votes on the prompt's entries.
         scale: scale of the attention logits.
         sinks: logits of attention sinks, `(n_heads,)`. A sink takes a share of the softmax but has no entry.
         start: prompt position of the first query. None means `indices.start`, which is correct if no entry was evicted.

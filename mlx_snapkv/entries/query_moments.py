@@ -31,10 +31,10 @@ class QueryMoments:
     The object is immutable, so restoring a cache to an earlier state restores its sums.
 
     Attributes:
-        sums: empty before the first query. Then three arrays: a shift `(B, n_heads, 1, head_dim)`, the sum of `query -
-            shift` in the same shape, and the sum of the outer products of `query - shift` with itself `(B, n_heads,
-            head_dim, head_dim)`. The arrays are part of a cache's `state`, so mlx-lm's prefill loop evaluates them
-            after each chunk.
+        sums: empty before the first query. Then three arrays: `shift`, the mean of the queries that were added first,
+            `(B, n_heads, 1, head_dim)`; the sum of `query - shift`, in the same shape; and the sum of the outer
+            products of `query - shift` with itself, `(B, n_heads, head_dim, head_dim)`. The arrays are part of a
+            cache's `state`, so mlx-lm's prefill loop evaluates them after each chunk.
         n_counted: number of queries in the sums.
         counted_to: position after the last counted query.
     """

@@ -318,8 +318,9 @@ class _Comparison:
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
         if compressed_cache is not None and self._has_read_full_answer(compressed_cache, answer):
             return answer, kept_share, self._reference.predictions(compressed_cache)
-        # Make the predictions in a second request, because the first one's caches are unsuitable. Tokens fed to a
-        # sparse request's `cache` would read all entries, and `compressed_cache` has read tokens of another answer.
+        # Make the predictions in a second request, because the full cache's answer can't be fed to the first request's
+        # caches. With sparse attention, the answer's tokens would read all entries of `cache`. With a policy,
+        # `compressed_cache` has already read tokens of this method's own answer, which differ from the full cache's.
         options.pop("prompt_progress_callback", None)
         return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
 

@@ -143,7 +143,7 @@ def full_and_policies(context: int, policies: list[Setting]) -> list[Contender]:
 def decode_quota(setting: Setting, n_prompt: int) -> Quota:
     """Return the quota of prompt entries that an answer token reads.
 
-    Raises: SnapKVError: the budget is too small for sink and window.
+    Raises: SnapKVError: the budget is less than one entry, or leaves no entry for the sliding window.
     """
     policy = setting if isinstance(setting, Sparse) else setting.decode_policy
     return policy.quota(n_prompt)

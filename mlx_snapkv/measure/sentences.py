@@ -135,7 +135,7 @@ def sentences_of(text: str) -> Iterator[str]:
 def rank_sentences(
     text: str, spans: Sequence[Span], is_special: np.ndarray, counts: np.ndarray, has_votes: bool
 ) -> tuple[Sentence, ...]:
-    """Rank the sentences with kept entries by votes or, without votes, by their share of chosen entries.
+    """Return the sentences that have kept entries, ranked by `Sentence.votes` or, without votes, by `Sentence.chosen`.
 
     Args:
         text: the prompt's text.

@@ -142,7 +142,8 @@ def _is_rotating(cache: Any) -> bool:
 def entries_bytes(prompt_cache: list[Any]) -> int:
     """Return the bytes of keys, values and indexes in all caches, including rotating ones.
 
-    For a sparse cache, this includes all entries and, on top of them, the entries that one token reads.
+    A sparse cache's `kv_nbytes` covers only what one token reads: entries, cluster means and the index. The size of all
+    entries is added to it, so the entries that a token reads are counted twice.
     """
     choice_bytes = sum(cache.full_nbytes for cache in layer_caches(prompt_cache) if cache.chooses)
     rotating_bytes = sum(cache.nbytes for cache in all_caches(prompt_cache) if _is_rotating(cache))
@@ -196,7 +197,7 @@ def answer_prompt(
     Args:
         model: an mlx-lm model.
         prompt: `(T,)` token ids.
-        cache: an empty prompt cache to fill with the compressed entries.
+        cache: a prompt cache, empty or with earlier tokens. Its caches are replaced by the compressed ones.
         max_tokens: maximum number of tokens in the answer, at least 1.
         **options: other keyword arguments for `generate_step`.
     """

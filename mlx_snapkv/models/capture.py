@@ -3,10 +3,11 @@
 When an attention module is called with a recording cache, the call becomes the thread's current call until it returns.
 The wrappers in this file behave like the functions that they wrap, and also pass the queries to the current call.
 
-Multi-head latent attention (MLA) stores one latent per token, shared by all heads, and one positional key. The logit of
-a query head is `embed_q(q_nope) . latent + q_pe . k_pe`, so policies see `[latent, k_pe]` as the key and
-`[embed_q(q_nope), q_pe]` as the query. Most mlx-lm modules fold `q_pe` into an additive mask, and pass `q_nope` to the
-attention function (`embed_q(q_nope)` for a single token). Some pass both parts of the query as one array.
+Multi-head latent attention (MLA) stores one latent and one positional key `k_pe` per token, shared by all heads. Each
+head's query has a positional part `q_pe` and a part without position, `q_nope`. The head's logit is
+`embed_q(q_nope) . latent + q_pe . k_pe`, so policies see `[latent, k_pe]` as the key and `[embed_q(q_nope), q_pe]` as
+the query. Most mlx-lm modules pass `q_pe . k_pe` to the attention function as an additive mask, and `q_nope` as the
+query (`embed_q(q_nope)` for a single token). Some pass both parts of the query as one array.
 """
 
 import contextlib

@@ -187,8 +187,8 @@ def patch_for_snapkv(model=None) -> None:
     """Patch a model's attention classes so that they can be used with recording caches.
 
     Call this only if you call the model yourself: `generate_step` and `prefill` patch the classes for you. If `model`
-    is None, the classes of all supported families are patched. A second call for the same model has no effect. With any
-    other cache, a patched class behaves like the original.
+    is None, the classes of all supported families are patched. A second call for the same model has no effect. With
+    mlx-lm's own caches, a patched class behaves like the original.
     """
     with _lock:
         for cls in _classes_to_patch(model):

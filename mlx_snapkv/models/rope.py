@@ -54,9 +54,9 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     if rope is None:
         return mx.eye(head_dim)
     probe = _stored_probe(rope, head_dim)
-    # Two vectors determine the whole matrix: one has ones in the first dimension of each pair, the other one in the
-    # second. They are copied to every position, because MLX's CUDA kernel would write the results for all positions of
-    # a broadcast array to the same address.
+    # Two vectors determine the whole matrix. The first vector has ones in the first dimension of each pair, and the
+    # second vector has ones in all other dimensions. Both are copied to every position, because MLX's CUDA kernel would
+    # write the results for all positions of a broadcast array to the same address.
     first_of_pairs = (probe.signs < 0).astype(mx.float32)
     two_vectors = mx.stack([first_of_pairs, 1 - first_of_pairs])[:, None, None]
     at_all_positions = mx.contiguous(mx.broadcast_to(two_vectors, (2, 1, n, head_dim)))

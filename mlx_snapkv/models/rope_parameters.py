@@ -188,7 +188,7 @@ def _rope_scaling(
         return {}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type == "default":
-        # If the field has no default, mlx-lm requires a value.
+        # Pass None for a missing key, because some of mlx-lm's argument classes require a value.
         needs_a_value = "rope_scaling" in field_names and "rope_scaling" not in config
         return {"rope_scaling": None} if needs_a_value else {}
     if "rope_scaling" not in field_names:

@@ -39,7 +39,10 @@ def _always(reason: str) -> Callable[[list], str]:
 
 
 def _uses_sliding_window(layer) -> bool:
-    """Return whether a layer uses a sliding window. Some such layers have a full cache."""
+    """Return whether a layer uses a sliding window.
+
+    The cache does not tell, because models that wrap LLaMA, such as Pixtral, give these layers full caches, too.
+    """
     return getattr(layer, "use_sliding", False)
 
 

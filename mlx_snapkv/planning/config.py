@@ -37,7 +37,7 @@ class CompressionConfig:
         turns: whether to compress prompt caches that already contain tokens, as in a conversation.
         max_kv_size: mlx-lm's `max_kv_size`, the size of a rotating cache. None if it is not set.
         has_draft_model: whether mlx-lm's `draft_model` is set.
-        is_text: whether the prompt is a text that is only read now. Questions about it follow later.
+        is_text: whether the prompt is a text to read now, without an answer. Questions about it follow later.
 
     Raises: SnapKVError: an mlx-lm option conflicts with sparse attention.
     """

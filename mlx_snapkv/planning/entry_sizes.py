@@ -95,7 +95,7 @@ class EntrySizes:
         """Return how many bytes `n_tokens` tokens take in files, or 0 if `store` uses no files.
 
         With more than `ENTRIES_IN_MEMORY` tokens, parts of the index and of the page means are written to files, too.
-        Both are then counted in full.
+        The result then includes the whole index and all page means, so it is an upper bound.
         """
         if not in_files(store):
             return 0

@@ -25,7 +25,7 @@ MARGIN = 2.5
 
 
 class Need(NamedTuple):
-    """The memory that one request takes in bytes, not counting the model's weights."""
+    """The memory in bytes that one request takes, not counting the model's weights."""
 
     extra_in_prefill: int  # needed for entries until compression, on top of `cache_bytes_at_end`
     kept_bytes: int  # size of the entries after compression, not counting `extra_in_answer`

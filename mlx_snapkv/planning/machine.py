@@ -1,4 +1,4 @@
-"""This machine's processor, and how much of its memory models can use."""
+"""Determines this machine's processor, its memory, and the part of the memory that models can use."""
 
 import os
 import platform

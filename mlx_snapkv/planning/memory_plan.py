@@ -114,7 +114,7 @@ class Planner:
 
 
 def planner_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Select the options that `Planner` takes from options of `generate_step`."""
+    """Return those of the `generate_step` options that `Planner` has arguments for."""
     names = ("max_tokens", "prefill_step_size", "kv_group_size")
     return {name: options[name] for name in names if name in options}
 

@@ -61,8 +61,8 @@ class SparseReading:
         last_reach: how many earlier entries the prompt's last `LAST_TOKENS` tokens read.
         last_from: position of the first of these last tokens. Negative if the prompt has fewer than `LAST_TOKENS`
             tokens.
-        n_before_choice: upper bound on how many tokens are read before a chunk first chooses entries. It is the prompt
-            length if no chunk before the last tokens can choose entries.
+        n_before_choice: upper bound on how many tokens are read before a chunk first chooses entries; see
+            `Reach.first_choice_position`.
     """
 
     reach: Reach
@@ -200,7 +200,8 @@ class Plan:
             return CHUNK_SIZE
         max_size = max_chunk_size(step_size)
         if chunks_choose:
-            return max(CHUNK_SIZE, max_size)  # may be split into sparse chunks
+            # A chunk that chooses entries is split into parts of at most `CHUNK_SIZE` tokens when it is read.
+            return max(CHUNK_SIZE, max_size)
         return align_chunks_to_voters(max_size, self.n_new, n_before_voters)
 
 

@@ -29,7 +29,8 @@ class LayerShape:
     token_bytes: int  # bytes per token of the chunk, for the outputs of the layer's projections
     pair_bytes: int = 0  # bytes of attention scores per (query, entry) pair; 0 with a fused kernel
     window: int = 0  # maximum number of entries that a query can see
-    entry_bytes: int = 0  # bytes per visible entry, for MLA latents expanded for every head
+    # With MLA, bytes per visible entry for the keys and values that all heads expand from its latent. Otherwise 0.
+    entry_bytes: int = 0
 
     def chunk_bytes(
         self,
@@ -139,10 +140,10 @@ def _with_attention(
     key_size: int,
     bytes_per_number: int,
 ) -> LayerShape:
-    """Add attention to a layer's shape.
+    """Return a copy of a layer's shape with `pair_bytes`, `window` and `entry_bytes` set for its attention.
 
     Args:
-        shape: the layer's shape without attention.
+        shape: the layer's shape, with only `token_bytes` set.
         attention: the attention module.
         family: the module's family, or None if it is unknown.
         window: maximum number of entries that a query can see.
@@ -164,9 +165,9 @@ def score_bytes(
 ) -> int:
     """Return the score bytes per (query, entry) pair for all heads, with `bytes_per_number` bytes per score.
 
-    A fused kernel stores no scores. Most MLA modules compute the scores of the positional parts separately and store
-    them, even with a fused kernel. Some families join the positional parts to the other parts and have no separate
-    scores.
+    A fused kernel stores no scores. Most MLA modules compute separate scores from the positional parts of queries and
+    keys, and store these even with a fused kernel. Some families join the positional parts to the other parts, so they
+    have no separate scores.
     """
     is_mla = hasattr(attention, "embed_q")
     joins_positional_part = family is not None and family.query_factor is not None

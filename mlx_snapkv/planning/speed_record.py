@@ -1,4 +1,4 @@
-"""The speed record: a small file of times measured on this machine, by model and sparse setting.
+"""The speed record: a small file of times measured on this machine, for each model and sparse setting.
 
 Requests add their measurements. `auto`, `plan`, `doctor` and batches use the record to predict whether sparse attention
 is faster.
@@ -64,9 +64,10 @@ class Measurement(NamedTuple):
 class Line(NamedTuple):
     """A line `seconds = a + b * length` fitted to measurements.
 
-    The line is stored as weighted sums, where x is the length and y is the time in seconds. Predicted times are never
-    negative and never decrease with length. If all measured lengths are about equal, the slope is unknown. An unknown
-    slope is assumed to be between 0 and the slope of the line from the origin through the mean of the measurements.
+    The line is stored as weighted sums over the measurements, where x is the length and y is the time in seconds. Older
+    measurements weigh less (`FORGETTING_RATE`). Predicted times are never negative and never decrease with length. If
+    all measured lengths are about equal, the slope is unknown. An unknown slope is assumed to be between 0 and the
+    slope of the line from the origin through the mean of the measurements.
     """
 
     weight: float = 0.0

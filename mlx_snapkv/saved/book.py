@@ -106,7 +106,8 @@ def remove_unfinished(folder: Path, before: float) -> None:
 
     Args:
         folder: the folder to clean up. Subfolders are not searched.
-        before: time in seconds since the epoch. Files and folders written to at or after this time are kept.
+        before: time in seconds since the epoch. Only files and folders that were last written before this time are
+            removed.
     """
     for path in folder.iterdir():
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Saves and loads prompt caches in mlx-lm's file format, with additional metadata.
 
-Files are compatible both ways: mlx-lm's `load_prompt_cache` reads files written by `save`, except books, once this
-package's cache classes are imported. `load` reads files written by mlx-lm's `save_prompt_cache`.
+Files are compatible both ways. `load` reads files written by mlx-lm's `save_prompt_cache`. Files written by `save`,
+except for books, can be read by mlx-lm's `load_prompt_cache` once this package's cache classes are imported.
 """
 
 import base64
@@ -119,7 +119,8 @@ def save(
 def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> SavedPrompt:
     """Load a prompt cache that was saved by `save` or by mlx-lm's `save_prompt_cache`.
 
-    A book's entries stay in their files. They are only read and verified when they are used.
+    If the file is a book, its keys and values are not loaded here. They stay in the book's entry files, and are read
+    and verified when they are used.
 
     Args:
         path: a `.safetensors` file.
@@ -234,7 +235,7 @@ def _safetensors_path(path: str | Path) -> Path:
 def fingerprint(model) -> str:
     """Hash a model's class and configuration, and each parameter's name, shape, dtype and a sample of its values.
 
-    At most `SAMPLES` evenly spaced values per parameter are hashed, so that hashing a large model is fast, too.
+    At most `SAMPLES` evenly spaced values per parameter are hashed, so that hashing is fast even for a large model.
     Training is detected, because it changes all values. A change to a few weights can go unnoticed.
     """
     parameters = sorted(dict(tree_flatten(model.parameters())).items())

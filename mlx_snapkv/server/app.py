@@ -51,7 +51,9 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            allow_private_network=True,  # for allowed pages on the public internet
+            # Without this, some browsers block requests from allowed pages on the public internet to this server's
+            # private address.
+            allow_private_network=True,
             expose_headers=(OPENAI_ID_HEADER, ANTHROPIC_ID_HEADER),
         )
     return app
@@ -103,7 +105,7 @@ class _Server(uvicorn.Server):
         self._on_start(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Don't wait yet. Stopping the engine fails open requests, and uvicorn then waits for their responses.
+        # Don't wait yet. Once the engine is stopping, open requests fail, and uvicorn waits for their responses.
         self._engine.stop(0)
         await super().shutdown(sockets)
         # After SIGTERM, the process exits when this method returns, so wait until the engine has told the other ranks

@@ -22,9 +22,11 @@ MAX_THINK_START = 11
 class Checkpoints:
     """Stores requests' caches in the prefix cache, and fetches them for later requests.
 
-    If entries are evicted during prefill, the compressed caches are stored after the answer. With sparse attention, or
-    if entries are evicted only after prefill, the full caches are stored after prefill. Caches that are never
-    compressed are stored after the answer.
+    When a request's caches are stored depends on how it is answered:
+
+    - If entries are evicted during prefill, the compressed caches are stored after the answer.
+    - If entries are evicted only after prefill, or with sparse attention, the full caches are stored after prefill.
+    - Otherwise, the caches are stored after the answer.
 
     Some full caches can't be trimmed to the tokens that a later prompt shares. Copies of these caches are stored at
     checkpoints during prefill instead.

@@ -308,7 +308,7 @@ class Engine:
 
         Raises: ApiError: the server is shutting down.
         """
-        # If there were other ranks, they would wait inside the model for this one.
+        # With several ranks, don't interrupt: the other ranks would wait inside the model for this one.
         if n_ranks() == 1:
             self.require_alive()
 

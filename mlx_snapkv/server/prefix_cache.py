@@ -22,8 +22,8 @@ class PrefixCache:
     Caches that can be trimmed are used for any prompt that shares their first tokens. Other caches, such as compressed
     ones, are used only for prompts that start with all of their tokens.
 
-    When the limit is exceeded, prefixes that another one covers, such as an older prompt about the same document, are
-    evicted first. Then the oldest prefixes are evicted.
+    If the caches exceed the limit, prefixes that are covered by another prefix (see `Prefix.covers`) are evicted first,
+    and then the oldest prefixes. For example, a prompt can be covered by a newer prompt about the same document.
 
     Attributes:
         max_bytes: limit for caches in memory and in temporary files. Arrays shared by two caches count twice.
@@ -50,7 +50,7 @@ class PrefixCache:
             n_unshared: number of tokens at the prompt's end that must not come from the caches.
             exact: whether to exclude entries computed with sparse attention.
 
-        Returns: `([], 0)` if no prefix fits.
+        Returns: `([], 0)` if no prefix can be used.
         """
         prefixes_in_files = [] if self.files is None else self.files.prefixes
         ids_to_serve = as_ids(tokens[:-n_unshared])

@@ -79,7 +79,10 @@ class TokenLogprob(NamedTuple):
 
     @classmethod
     def from_response(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
-        """Create the event from mlx-lm's response, with up to `n_top` of the most likely tokens."""
+        """Create the event from mlx-lm's response.
+
+        `top` gets the `n_top` most likely tokens, or fewer if a constraint allows fewer.
+        """
         logprobs = response.logprobs
         top_ids: list[int] = []  # best first
         if n_top > 0:

@@ -133,7 +133,7 @@ class CompleteBlocks:
         """Convert to `Clusters`, whose ids are unique across blocks."""
         block_of_each_entry = mx.arange(self.n_entries) // BLOCK_SIZE
         first_ids = (block_of_each_entry * CLUSTERS_PER_BLOCK).astype(ID_TYPE)
-        # Non-contiguous means would be copied by the GPU kernels for every token.
+        # The GPU kernels would copy non-contiguous arrays for every token.
         return Clusters(self.ids + first_ids, mx.contiguous(self.keys), mx.contiguous(self.values))
 
 

@@ -75,7 +75,7 @@ class EntryFile:
 
     Attributes:
         n_rows: number of tokens in the file, or of pages if the file contains page means.
-        is_shared: whether a copy of the store also uses the file. If so, the file must not be truncated.
+        is_shared: whether a store and its copy both use the file. If so, the file must not be truncated.
     """
 
     path: Path | None = None  # only set for a saved prompt's file, which never changes
@@ -162,8 +162,8 @@ class SavedFile(EntryFile):
         path: path of the saved file.
         layout: layout of the rows.
         n_rows: number of tokens.
-        checksums: CRC-32 of each piece of `piece` tokens, uint32. The last piece may be shorter.
-        piece: number of tokens per piece.
+        checksums: CRC-32 of each piece of the file, uint32.
+        piece: number of tokens per piece. The last piece may be shorter.
 
     Raises: SnapKVError: the file can't be opened, or has the wrong size.
     """

@@ -56,7 +56,7 @@ class FullView(Entries):
         these_entries = JoinedView([self._joined_view])
         these_entries.limit = len(self)  # because the stores may grow
         longer_view = FullView([these_entries, view], self.layer)
-        longer_view._joined_view.limit = len(self)  # raised by `extend`
+        longer_view._joined_view.limit = len(self)  # `extend` increases the limit
         longer_view.index = copy.deepcopy(self.index)
         return longer_view
 

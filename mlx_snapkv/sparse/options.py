@@ -24,8 +24,8 @@ CHUNK_SIZE = 512  # prompt tokens per chunk; all of a chunk's tokens read the sa
 CHUNK_WINDOW = 256  # a chunk always reads this many tokens before it
 # A prompt's last tokens read more entries, because they usually contain the question.
 LAST_TOKENS = 512
-# If `when` is "faster", at least this many answer tokens are fed to the full caches. One more token is decoded from all
-# entries, because the prompt yields the first one.
+# If `when` is "faster", at least this many answer tokens are fed to the full caches, and each of them yields the next
+# token. The prompt yields the first token, so at least `FIRST_TOKENS + 1` are decoded before tokens choose entries.
 FIRST_TOKENS = 16
 LAST_CHOSEN = 16384  # minimum number of entries that the prompt's last tokens choose
 # If entries are in files, the last tokens choose at most 4 times as many entries as other chunks. This limits how much
@@ -66,7 +66,7 @@ class Reach(NamedTuple):
     def first_choice_position(self, n_prompt: int, n_earlier: int = 0) -> int:
         """Return an upper bound on the position of the first chunk that chooses entries.
 
-        Return `n_prompt` if no chunk before the last tokens can choose entries.
+        If this bound is not before the prompt's last tokens, return `n_prompt`.
 
         Args:
             n_prompt: prompt length in tokens.

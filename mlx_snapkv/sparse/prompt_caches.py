@@ -90,11 +90,12 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 
 
 def move_entries(model, caches: list, *, into: list) -> None:
-    """Move the entries of full-attention layers to the stores of the empty caches `into`, and update `caches`.
+    """Move the entries of full-attention layers from `caches` to the stores of the empty caches `into`.
 
-    Compressed caches, and caches that already use the new store, are left as they are.
+    Put the caches that have the entries afterwards in `caches`. A compressed cache stays there, and so does a cache
+    whose store has the same name and quantisation as the layer's store in `into`.
 
-    Raises: SnapKVError: a layer's cache is missing entries, or its new store can't be written.
+    Raises: SnapKVError: a layer's cache is missing entries, or a store in `into` can't be written.
     """
     for layer in attention_layers(model, into):
         target_cache = layer.cache_in(into)
@@ -135,9 +136,10 @@ def _plain_cache(cache: LayerCache) -> Any:
 def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
     """Move the entries of `cache` to `empty_cache`, and return whichever cache has the entries afterwards.
 
-    If `cache` is compressed, or already uses the same store, its entries stay where they are.
+    If `cache` is compressed, or its store has the same name and quantisation as the store of `empty_cache`, its entries
+    stay where they are.
 
-    Raises: SnapKVError: `cache` does not have all entries, or the new store can't be written.
+    Raises: SnapKVError: `cache` does not have all entries, or the store of `empty_cache` can't be written.
     """
     source = layer_cache(cache)
     new_store, old_store = layer_cache(empty_cache).store, source.store

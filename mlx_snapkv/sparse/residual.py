@@ -2,14 +2,15 @@
 
 A head gives a cluster's mean key the logit
 
-    t * (q . mean key) + log(number of unread entries in the cluster) + log a
+    t * scale * (q . mean key) + log(number of unread entries in the cluster) + log a
 
-The logit of the mean key is the mean of the cluster's logits. By Jensen's inequality, the exponential of this mean
-never exceeds the mean of the exponentials. But a head may weigh the values in a cluster unevenly, so the mean value
-represents the cluster better for some heads than for others. Each head's mass `a` and temperature `t` are therefore
-chosen at the end of the prompt: full attention is computed for the last queries, and the pair that comes closest to its
-output is chosen. RetroInfer (Chen et al., 2025, arXiv:2505.02922) also uses clusters, with a = t = 1. SparQ (Ribar et
-al., 2024, arXiv:2312.04985) uses one mean value for all unread entries.
+Each head has its own mass `a` and temperature `t`. The product `scale * (q . mean key)` is the mean of the logits of
+the cluster's entries. By Jensen's inequality, the exponential of this mean never exceeds the mean of the exponentials.
+So with a = t = 1, a cluster without read entries never gets too much weight. But a head may weigh the values in a
+cluster unevenly, so the mean value represents the cluster better for some heads than for others. Mass and temperature
+are therefore chosen for each head at the end of the prompt: full attention is computed for the last queries, and the
+pair that comes closest to its output is chosen. RetroInfer (Chen et al., 2025, arXiv:2505.02922) also uses clusters,
+with a = t = 1. SparQ (Ribar et al., 2024, arXiv:2312.04985) uses one mean value for all unread entries.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Residual(NamedTuple):
 
     Attributes:
         clusters: clusters of all entries.
-        choosable: how many of each cluster's entries tokens choose among, `(B, n_kv_heads, n_clusters)`.
+        choosable: for each cluster, the number of its entries that tokens choose among, `(B, n_kv_heads, n_clusters)`.
         log_mass: each head's log `a`, or `HIDDEN_LOGIT` if a = 0, `(B, n_kv_heads, group, 1, 1)`.
         temperature: each head's `t`, of the same shape.
     """

@@ -124,7 +124,7 @@ class Anthropic:
         self._add({"type": "tool_result", **about})
 
     def _add(self, block: dict[str, Any]) -> None:
-        """Add a block to the user message, which is new after an answer."""
+        """Add a block to the user message. At the start and after each answer, begin a new one."""
         if not self.messages or self.messages[-1]["role"] != "user":
             self.messages.append({"role": "user", "content": []})
         self.messages[-1]["content"].append(block)

@@ -3,8 +3,9 @@
 known   the question is part of the prompt that is compressed, so the policy may use it
 later   the document is compressed first, and each question is read on the compressed cache
 
-A document is read once for all methods that compress a full cache. Methods that evict during prefill, read twice or use
-sparse attention read it themselves. A method's answer does not depend on the other methods.
+A document is read once for all methods that compress a full cache. A method reads the document itself if it evicts
+during prefill, accumulates the attention of all queries or uses sparse attention. A method's answer does not depend on
+the other methods.
 """
 
 import copy
@@ -60,7 +61,8 @@ def run(
             missing_methods = [method_by_name[keys["method"]] for keys in missing]
             known_questions = sorted({keys["question"] for keys in known})
             answers = Answers(model, dataset.tokenizer, document, missing_methods, known_questions)
-            # Known: one question after the other, since each is a prompt. Later: one method after the other.
+            # Known: one question after the other, because all methods share a question's prompt. Later: one method
+            # after the other, because all questions share a method's compressed document.
             for (i,), question_keys in grouped(known, "question").items():
                 question_methods = [method_by_name[keys["method"]] for keys in question_keys]
                 records = answers.known(i, question_methods)
@@ -101,8 +103,8 @@ class Answers:
         self._policies = [method.policy for method in methods if method.shares_reading]
         # The full cache's answers by question, which are the same in both settings.
         self._full_records: dict[int, Record] = {}
-        # Caches that sparse attention has read, keyed by the options that affect prefill. A budget affects only
-        # decoding, unless the document fits it.
+        # The document's caches after sparse prefill, keyed by the options that affect prefill. A budget affects only
+        # decoding, unless the document fits in it.
         self._sparse_caches: dict[tuple[Sparse, bool], list] = {}
 
     @cached_property

@@ -1,7 +1,7 @@
 """Questions that share no content word with the fact that answers them, in heterogeneous text.
 
 Each fact in `associations.json` needs one association, such as account book and ledger. The questions follow NoLiMa
-(arXiv:2502.05167): if a question's words are in the text, it can be answered by looking for them.
+(arXiv:2502.05167), because a question that shares words with the fact can be answered by looking for these words.
 """
 
 import itertools

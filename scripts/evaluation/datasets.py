@@ -41,8 +41,9 @@ class Dataset:
 
     Attributes:
         setting: what the prompts depend on in addition to the tokenizer, as a JSON object with the `task`.
-        places: `task`, `length` (or None), `document` and further arguments of `make`, for each document.
-        make: generates a document.
+        places: for each document, a record with its `task`, `length` (or None), `document` (its number or name) and
+            whatever else `make` needs.
+        make: generates the document of a place.
     """
 
     tokenizer: Any

@@ -3,8 +3,8 @@
     document, questions = make_task("three-links", random.Random(1), 2048, count_tokens)
 
 Each task is a function of a random generator and an approximate number of sentences to hide. It returns the sentences
-in document order, and questions about them in random order. One task, to name the most frequent vote, was dropped
-because `demo-tasks` did not learn it.
+in document order, and questions about them in random order. A task that asked for the most frequent of several votes
+was dropped, because `demo-tasks` did not learn it.
 """
 
 import random

@@ -27,13 +27,13 @@ class SnapKV(Policy):
             to the smallest budget that fits the sink, the window and `top_k` entries.
         obs_window: number of queries at the end of the prompt that vote (the paper's L_obs).
         pool_kernel: number of adjacent entries over which votes are pooled, including the entry itself (section 4.1),
-            ideally about the length in tokens of the values to look up. 1 disables pooling.
+            ideally about the length in tokens of the names or codes to look up. 1 disables pooling.
         pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd `pool_kernel`.
-            "forward" scores an entry by the largest of three numbers: its votes, which are best for plain text, and two
-            contrasts, which are best for exact values. A contrast is the mean vote of the prompt's last 32 or 64
-            queries minus the mean vote of the earlier queries. It is averaged over the entry and the `pool_kernel - 1`
-            entries before it, because a model looking up a value attends to the words before the value and continues
-            from there. Entries that every query attends to, such as line breaks, have no contrast.
+            "forward" scores an entry by the largest of three numbers: its mean vote, which is best for plain text, and
+            two contrasts, which are best for looking up exact names or codes. A contrast is the mean vote of the
+            prompt's last 32 or 64 queries minus the mean vote of the earlier queries. It is averaged over the entry and
+            the `pool_kernel - 1` entries before it, because a model looking up a code attends to the words before the
+            code and continues from there. Entries that every query attends to, such as line breaks, have no contrast.
         lookahead: number of answer tokens to decode with all entries before compressing, so that their queries vote
             too.
         min_ctx: minimum prompt length in tokens. Nothing is evicted from shorter prompts.
@@ -108,9 +108,10 @@ class SnapKV(Policy):
         return "budget" if self.budget == budget_of_top_k else "top_k"
 
     def score(self, entries: Entries) -> mx.array:
-        """Return votes `(B, n_kv_heads, T)` float32, pooled except in the sink and the window.
+        """Return the entries' scores, `(B, n_kv_heads, T)` float32.
 
-        With pool="forward", votes are averaged over the queries. Otherwise they are summed.
+        With pool="forward", a score is the entry's mean vote or, if larger, its largest pooled contrast. Otherwise, it
+        is the pooled sum of the entry's votes. In the sink and the window, nothing is pooled and no contrast counts.
         """
         quota = entries.quota or self.quota(len(entries))
         # The entries between the sink and the window, which are kept or evicted by vote.
@@ -131,14 +132,16 @@ class SnapKV(Policy):
 
 
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
-    """Return mean votes, `(B, n_kv_heads, T)` float32, and contrasts, `(n, B, n_kv_heads, T)`.
+    """Return each entry's mean vote, `(B, n_kv_heads, T)` float32, and its contrasts, `(n, B, n_kv_heads, T)`.
 
-    Mean votes are the average of the mean over all queries and the mean over the last 32 queries.
+    A query's vote is the attention that it gives an entry, averaged over the query heads of a GQA group.
 
-    A contrast is `max(0, mean over the last queries - mean over the earlier queries)`. There is one for the prompt's
-    last 32 queries and one for its last 64. A contrast is left out if there are no earlier queries. Without any
-    contrast, both results are the mean over all queries. Lookahead queries count as last queries, in addition to the 32
-    or 64.
+    The last queries are the prompt's last 32 or 64 queries and all lookahead queries. Each of these two sets gives one
+    contrast, `max(0, mean vote of the last queries - mean vote of the earlier queries)`, unless there are no earlier
+    queries.
+
+    The returned mean vote is `(mean vote of all queries + mean vote of the last queries) / 2`, with the smaller set of
+    last queries. Without any contrast, both results are the mean vote of all queries.
     """
     indices = entries.voters.indices
     n_queries = len(indices)

@@ -266,7 +266,7 @@ class MessageFormatter(BlockFormatter):
     def _stop_fields(self) -> dict[str, Any]:
         """Return the stop reason, and the stop string that ended the answer (or None)."""
         answer = self.finished[0].answer
-        # Clients must run a call even if a stop string ended the answer after it.
+        # If a stop string ended the answer after a call, return "tool_use", so that the client runs the call.
         has_calls = answer.finish_reason == "tool_calls"
         if answer.stopped_by is not None and not has_calls:
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}

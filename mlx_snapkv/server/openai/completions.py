@@ -23,7 +23,7 @@ router = APIRouter(tags=["OpenAI"])
 
 
 async def _respond_to_body(request: Request, body: Body) -> Response:
-    """Answer each of a body's prompts `n` times. Each answer has its own body and seed."""
+    """Answer each of a body's prompts `n` times, each time with a different seed."""
     n_answers = body.n or 1
     prompt_bodies: list[Any] = body.split_prompts() if isinstance(body, CompletionBody) else [body]
     answer_bodies = [prompt_body for prompt_body in prompt_bodies for _ in range(n_answers)]
@@ -179,7 +179,7 @@ class CompletionFormatter(ResponseFormatter):
         A prompt with several answers is counted once.
         """
         report = self.finished[0].report
-        # Answers to one prompt have consecutive indices, so its first answer's index is a multiple of `n_answers`.
+        # Each prompt has `n_answers` answers with consecutive indices, the first of which is a multiple of `n_answers`.
         first_started = [
             started for index, started in self.started.items() if index % self._n_answers == 0
         ]

@@ -143,7 +143,10 @@ class ResponsesFormatter(BlockFormatter):
 
     @property
     def keep_alive(self) -> str:
-        """Return an event, because Codex ignores comments and ends a stream after 300 seconds without an event."""
+        """Return a "response.in_progress" event.
+
+        A comment is not enough, because Codex ignores comments and ends a stream after 300 seconds without an event.
+        """
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def end(self) -> Iterator[str]:

@@ -33,7 +33,8 @@ SCORE_GROUPS = 128  # maximum number of threadgroups for `score`; each projects 
 MAX_SPLITS = 128  # a token's items are divided into at most this many splits
 # Maximum number of cluster means for `select`, which has a counter for each mean in threadgroup memory.
 MAX_MEANS = 4096
-# Length of `params`. Placeholders are as long, because MLX puts arrays shorter than 8 into Metal's constant memory.
+# Length of `params`. Placeholders are as long, because MLX puts arrays of fewer than 8 numbers into Metal's constant
+# memory, and the row pointers in `attend.metal` must point to device memory.
 N_PARAMS = 14
 NO_SINK = -1e30
 
@@ -249,7 +250,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
         output_names=list(OUTPUTS[name]),
         source=_read_source(f"{name}.metal"),
         header=header(name) + _read_source("cuda.h" if on_cuda else "metal.h"),
-        ensure_row_contiguous=True,  # copies views that are not contiguous, but not whole buffers
+        ensure_row_contiguous=True,  # copies non-contiguous views; whole buffers are contiguous
     )
     template = [("T", dtype), ("D", head_dim), ("GROUP", group)]  # names in the kernel's source
     return partial(kernel_function, template=template)

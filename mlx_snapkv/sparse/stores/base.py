@@ -55,8 +55,8 @@ class Store(EntryView):
     # The first entry's key and value, `(B, n_kv_heads, 1, head_dim)` each, if entries are in files. A prompt cache is
     # saved with this entry alone, to record the shapes and dtypes.
     first_entry: tuple[mx.array, mx.array] | None = None
-    nbytes: int  # size in bytes in memory
-    file_nbytes: int = 0  # size in bytes in files
+    nbytes: int  # size in bytes of the entries that are in memory
+    file_nbytes: int = 0  # size in bytes of the entries that are in files
 
     @abstractmethod
     def __init__(self, quantization: Quantization | None = None):
@@ -69,7 +69,7 @@ class Store(EntryView):
 
     @abstractmethod
     def append(self, entries: Entries) -> None:
-        """Append entries. Raises: SnapKVError: the store can't be written. It then stays unchanged."""
+        """Append entries. An error leaves the store unchanged. Raises: SnapKVError: the store can't be written."""
 
     @abstractmethod
     def truncate(self, n: int) -> None:

@@ -44,8 +44,8 @@ class _FilePair(EntryView):
 class FileStore(JoinedView, Store):
     """Plain entries in files, with keys in one file and values in another.
 
-    A copy shares its files with the original. Whichever of the two is appended to first extends the files, and the
-    other one starts new files. Saved files are never extended.
+    A copy shares its files with the original. Whichever store appends entries first extends the files, and the other
+    store starts new files. Saved files are never extended.
 
     Args:
         quantization: ignored, because entries in files are plain.
