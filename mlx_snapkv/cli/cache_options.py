@@ -116,7 +116,9 @@ class MLXCacheOptions(CacheOptions):
         if quantized_from is None:
             quantized_from = DEFAULT_QUANTIZED_KV_START
         is_full_cache = setting is None
-        if self.quantized_kv_start is not None and not is_full_cache:  # chosen by --policy auto, or saved
+        if (
+            self.quantized_kv_start is not None and not is_full_cache
+        ):  # chosen by --policy auto, or saved
             yield (
                 "note: --quantized-kv-start does nothing here, since it is for the full cache only, and this prompt "
                 f"uses {setting}"
