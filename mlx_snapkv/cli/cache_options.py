@@ -109,13 +109,20 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield a note if --kv-bits has no effect because the prompt and answer, `n_tokens` in all, are too short."""
+        """Yield notes on options that have no effect with `setting`, for `n_tokens` of prompt and answer together."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         quantized_from = self.quantized_kv_start
         if quantized_from is None:
             quantized_from = DEFAULT_QUANTIZED_KV_START
         is_full_cache = setting is None
+        if (
+            self.quantized_kv_start is not None and not is_full_cache
+        ):  # chosen by --policy auto, or saved
+            yield (
+                "note: --quantized-kv-start does nothing here, since it is for the full cache only, and this prompt "
+                f"uses {setting}"
+            )
         if self.kv_bits is not None and is_full_cache and n_tokens <= quantized_from:
             yield (
                 f"note: --kv-bits does nothing here, since a full cache is quantised from {quantized_from:,} tokens "

@@ -51,16 +51,17 @@ def _block_cache(
     evicts_once = not plan.config.evicts_in_blocks
     earlier_entries = layer.layer_cache_in(prompt_cache).held() if plan.n_earlier else None
     n_expected = n_new
-    earlier_are_quantised = False
+    earlier_quantization = None
     if earlier_entries is not None:
         n_expected += len(earlier_entries)
-        earlier_are_quantised = earlier_entries.quantization is not None
+        earlier_quantization = earlier_entries.quantization
         if evicts_once:
             # Keep all entries while the prompt is read.
             quota = Quota(n_expected, quota.n_sink, quota.n_window)
     # If entries are evicted only once, the configured quantisation waits until then, unless the earlier entries are
     # already quantised.
-    is_quantised_later = evicts_once and not earlier_are_quantised
+    is_quantised_later = evicts_once and earlier_quantization is None
+    quantization = plan.config.quantization or earlier_quantization
     block_cache = BlockKVCache(
         policy,
         quota,
@@ -68,7 +69,7 @@ def _block_cache(
         layer=layer,
         last=plan.voters.stop,
         newest=max(policy.obs_window, len(plan.voters)),
-        quantization=None if is_quantised_later else plan.config.quantization,
+        quantization=None if is_quantised_later else quantization,
         counts_attention=plan.accumulates_attention,
     )
     block_cache.expected_size = n_expected

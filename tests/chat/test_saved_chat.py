@@ -51,6 +51,14 @@ def test_loaded_entries_get_the_requested_bits_with_the_next_turn(demo_llama, ha
     assert {cache.bits for cache in loaded.prompt_cache} == {4}
 
 
+@pytest.mark.parametrize("policy", [SMALL, "keydiff:budget=64,block=32"])
+def test_without_requested_bits_loaded_entries_keep_theirs(demo_llama, haystack, policy, path):
+    begun(demo_llama, haystack, 1, policy=policy, **BITS).save(path)
+    loaded = Conversation.load(path, *demo_llama, max_tokens=12)
+    ask(loaded, haystack[1][1].question)
+    assert {cache.quantization.bits for cache in loaded.prompt_cache} == {8}
+
+
 def test_an_empty_conversation_is_not_saved_and_another_file_is_not_loaded(
     path, tokens, demo_llama
 ):

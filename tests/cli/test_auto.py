@@ -33,6 +33,10 @@ def test_generate_prints_the_setting_that_auto_selects_and_why(call, story, few)
     assert "72 entries and 6 means of the rest read by every token" in err
     code, out, err = call(*asked, "--kv-memory", "3MB")
     assert "auto: keydiff:" in err and "would take" in err and "3 MB is available" in err
+    bits = "--kv-bits 8 --kv-group-size 32 --quantized-kv-start 9"
+    code, _, err = call(*asked, "--kv-memory", "2.5MB", *bits.split())
+    assert code == 0 and "note: --quantized-kv-start does nothing here" in err
+    assert "auto: keydiff:" in err and "this prompt uses keydiff:" in err
 
 
 @pytest.mark.parametrize("more", ["--store memory", "--store 4bit"])

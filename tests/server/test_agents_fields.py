@@ -98,6 +98,13 @@ def test_functions_the_predecessor_of_tools_are_called(agent):
     assert call["name"] == "open" and sent[-1]["choices"][0]["finish_reason"] == "function_call"
 
 
+def test_functions_are_left_out_of_the_other_apis(agent):
+    fields = {"functions": [FUNCTION], "function_call": "auto", "answer": CALL.format("open")}
+    for path, asked in ((MESSAGES, CHAT_ASKED), (RESPONSES, RESPONSE_ASKED)):
+        prompt, _ = agent.ask(path, **asked, **fields)
+        assert "green" not in prompt and FUNCTION["name"] not in prompt
+
+
 def test_a_choice_may_name_allowed_tools_or_services(agent):
     names = [{"type": "function", "function": {"name": "open"}}]
     tools = [NESTED, SHUT]
