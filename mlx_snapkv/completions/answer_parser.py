@@ -77,7 +77,7 @@ class AnswerParser:
         has_call_text = any(state == "tool" for state, _ in segments)
         may_end_call = has_call_text and bool(self._call_end_marker)
         # The machine splits at every marker, but a marker in a call's argument or in the required JSON is text. So
-        # discard the segments and split one character at a time: `_split_character` corrects the machine where necessary.
+        # discard the segments and split one character at a time. `_split_character` corrects the machine's state.
         if may_end_call or self._begins_json(segments):
             for character in text:
                 parts += self._add_segments(self._split_character(character))

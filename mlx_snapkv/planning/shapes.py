@@ -29,7 +29,7 @@ class LayerShape:
     token_bytes: int  # bytes per token of the chunk, for the outputs of the layer's projections
     pair_bytes: int = 0  # bytes of attention scores per (query, entry) pair; 0 with a fused kernel
     window: int = 0  # maximum number of entries that a query can see
-    # With MLA, bytes per visible entry for the keys and values that all heads expand from its latent. Otherwise 0.
+    # Bytes per visible entry for the keys and values that all heads expand from an MLA latent, or 0 without MLA.
     entry_bytes: int = 0
 
     def chunk_bytes(

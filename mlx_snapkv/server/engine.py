@@ -308,7 +308,7 @@ class Engine:
 
         Raises: ApiError: the server is shutting down.
         """
-        # With several ranks, don't interrupt: the other ranks would wait inside the model for this one.
+        # Don't interrupt if there are several ranks: the others would wait inside the model for this one.
         if n_ranks() == 1:
             self.require_alive()
 
