@@ -106,7 +106,7 @@ def ask(url: str, messages: list[Any], logit_bias: dict[str, float]) -> Answer:
 
 
 def write_float32(model_name: str, folder: Path) -> None:
-    """Write an embedded model in float32, so that all servers compute in float32. On a CPU, ours would do so anyway."""
+    """Write a built-in model in float32, so that all servers compute in float32. On a CPU, ours would do so anyway."""
     shutil.copytree(MODELS[model_name], folder)
     file = str(folder / "model.safetensors")
     weights: Any = mx.load(file)

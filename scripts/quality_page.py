@@ -40,7 +40,7 @@ Intervals are 95%, paired by text or question, and bootstrapped over documents.
 
 Qwen2.5-Coder-1.5B-Instruct has the fewest texts and questions, since it takes minutes for each. SmolLM2-135M-Instruct
 and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may differ: measure yours with
-the same commands. The embedded `demo-tasks` was trained to look facts up. It reveals bugs, not quality.
+the same commands. The built-in `demo-tasks` was trained to look facts up. It reveals bugs, not quality.
 """
 ASSOCIATIONS = """## Questions that share no word with the fact
 
@@ -101,7 +101,7 @@ def _title(part: dict[str, Any]) -> str:
         texts = ", ".join(Path(text).name for text in part["text"])
         title = f"Predictions, {model}, {texts}, {part['length']:,} tokens"
     else:
-        kind = "Embedded tasks" if part["task"] == "suite" else "RULER"
+        kind = "Built-in tasks" if part["task"] == "suite" else "RULER"
         lengths = {row["length"] for row in part["summary"]} - {None}
         title = ", ".join([kind, model, *(f"{length:,} tokens" for length in sorted(lengths))])
     settings = {row["setting"] for row in part["summary"]}

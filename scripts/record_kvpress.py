@@ -1,4 +1,4 @@
-"""Record which entries kvpress' presses keep on the embedded LLaMA, in `tests/fixtures/kvpress.npz`.
+"""Record which entries kvpress' presses keep on the built-in LLaMA, in `tests/fixtures/kvpress.npz`.
 
 Run the script in its own environment, because kvpress needs other versions of torch and transformers:
 

@@ -3,7 +3,7 @@
     python scripts/run_mlx_lm_tests.py
 
 The tests come from the source archive of the installed mlx-lm. Tests that load a model from the Hugging Face hub get
-the embedded LLaMA instead. Some tests fail because they need the real model or Metal. The package must not change any
+the built-in LLaMA instead. Some tests fail because they need the real model or Metal. The package must not change any
 outcome.
 """
 

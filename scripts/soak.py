@@ -280,7 +280,7 @@ def soak(model: str, tool_format: str, seconds: float, args: argparse.Namespace)
     """Run sessions with a model and a tool-call format, and return the failed checks.
 
     Args:
-        model: a folder, or the name of an embedded model.
+        model: a folder, or the name of a built-in model.
         tool_format: a key of `CALLS`.
         seconds: how long the sessions run.
         args: the command's other options.
@@ -307,7 +307,7 @@ def parser() -> argparse.ArgumentParser:
     argument_parser = options(__doc__)
     models = [str(SMOLLM2), HYBRID]
     argument_parser.add_argument(
-        "--model", nargs="+", default=models, help="folders or embedded models"
+        "--model", nargs="+", default=models, help="folders or built-in models"
     )
     argument_parser.add_argument("--minutes", type=float, default=10, help="for each model")
     argument_parser.add_argument("--formats", nargs="+", choices=list(CALLS), default=list(CALLS))

@@ -24,7 +24,7 @@ CALLS = {
 }
 # Texts before a message's role, after the role, and after the message, for two kinds of models.
 CHATML = "<|im_start|>", "\n", "<|im_end|>\n"
-EMBEDDED = "<|", "|>", "<|end|>"
+BUILT_IN = "<|", "|>", "<|end|>"
 
 
 def template(call: str, before: str, after_role: str, end: str) -> str:
@@ -55,7 +55,7 @@ def write_folder(model: Path, tool_format: str, folder: Path) -> None:
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     is_chatml = CHATML[0] in config["chat_template"]
-    markers = CHATML if is_chatml else EMBEDDED
+    markers = CHATML if is_chatml else BUILT_IN
     config |= {
         "chat_template": template(CALLS[tool_format], *markers),
         "tool_parser_type": tool_format,

@@ -1,4 +1,4 @@
-"""Train `demo-tasks`: the embedded LLaMA with one more layer, on harder tasks (with MLX, on a CPU).
+"""Train `demo-tasks`: the built-in LLaMA with one more layer, on harder tasks (with MLX, on a CPU).
 
     python scripts/train_tasks_model.py --out build/tasks
 
@@ -71,7 +71,7 @@ CURRICULUM = [
 
 
 def start() -> tuple[dict, Model]:
-    """Return the configuration and the model: the embedded LLaMA with an extra layer at the end."""
+    """Return the configuration and the model: the built-in LLaMA with an extra layer at the end."""
     config = json.loads((MODELS["demo"] / "config.json").read_text())
     config |= {"num_hidden_layers": 4}
     model = Model(ModelArgs.from_dict(config))
@@ -114,7 +114,7 @@ class Run:
     """A training run: the model, its random generators, its optimizers and its progress."""
 
     def __init__(self, seed: int, out: Path):
-        """Create the optimizers, and the model from the embedded one."""
+        """Create the optimizers, and the model from the built-in one."""
         mx.random.seed(seed)
         self.out, self.progress = out, Progress(seed)
         self.config, self.model = start()

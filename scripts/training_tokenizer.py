@@ -1,4 +1,4 @@
-"""Train the embedded models' tokenizer: a byte-level BPE in which every digit is a token."""
+"""Train the built-in models' tokenizer: a byte-level BPE in which every digit is a token."""
 
 import random
 

@@ -2,7 +2,7 @@
 
     python scripts/try_agents.py      # writes docs/agents.json; then: make docs; needs npm
 
-The newest versions of agents and libraries are installed. The embedded model can't program, so it is forced to give
+The newest versions of agents and libraries are installed. The built-in model can't program, so it is forced to give
 the answer in the user's message. Everything else is real: clients, prompts, HTTP, the prefix cache, and the parsing of
 calls.
 """
@@ -209,7 +209,7 @@ def user_message(turn: Turn, call: str) -> str:
 def session(template: str, n_notes: int = 3) -> Iterator[tuple[Served, Path]]:
     """Run a server with a family's template. Yield it, and a home folder that has a work folder with notes.
 
-    The template lists tools by name only, because the embedded model needs four times as many tokens as other models.
+    The template lists tools by name only, because the built-in model needs four times as many tokens as other models.
     """
     limits = Limits(context=CONTEXT)
     with tempfile.TemporaryDirectory() as home, acting(what_to_say, limits=limits) as served:

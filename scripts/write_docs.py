@@ -31,7 +31,7 @@ The conformance test (`tests/models/test_conformance.py`) runs each supported ty
 It checks three things: the recorded queries equal those of the attention call bit for bit, \
 the votes equal those of its softmax, and decoding with all entries kept equals mlx-lm's. \
 Real checkpoints were tested only for `llama` (SmolLM2), `gemma3_text` (Gemma 3) and `qwen2` (Qwen2.5-Coder). \
-The embedded models are of the types `llama` and `qwen3_next`.
+The built-in models are of the types `llama` and `qwen3_next`.
 
 `python scripts/write_docs.py` generates this page; `mlx-snapkv models` prints the same tables.
 

@@ -1,4 +1,4 @@
-"""A server for tests of reasoning and tool calls, whose embedded model says what the last message tells it to."""
+"""A server for tests of reasoning and tool calls, whose built-in model says what the last message tells it to."""
 
 import contextlib
 import itertools

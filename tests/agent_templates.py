@@ -1,4 +1,4 @@
-"""Chat templates for the embedded model, as strict as those of several real model families."""
+"""Chat templates for the built-in model, as strict as those of several real model families."""
 
 FAMILIES = {
     # ChatML with tools: a system message must come first, and arguments are objects.

@@ -1,4 +1,4 @@
-"""Models for the tests: the embedded ones, loaded by mlx-lm, and small random ones of the real classes."""
+"""Models for the tests: the built-in ones, loaded by mlx-lm, and small random ones of the real classes."""
 
 import random
 
@@ -69,7 +69,7 @@ def demo_tasks():
 
 @pytest.fixture(scope="session", params=["demo_llama", "demo_qwen"])
 def demo_model(request):
-    """Return (model, tokenizer) of each embedded model, one per architecture."""
+    """Return (model, tokenizer) of each built-in model, one per architecture."""
     return request.getfixturevalue(request.param)
 
 

@@ -33,7 +33,7 @@ class BenchOptions:
     model: Annotated[
         str | None,
         Option(
-            help="Model folder, repository or embedded model; default: a LLaMA with random weights."
+            help="Model folder, repository or built-in model; default: a LLaMA with random weights."
         ),
     ] = None
     policy: Annotated[

@@ -161,7 +161,7 @@ class Session:
         self._policy_warned_about: Any = None  # the policy whose warnings were printed last
 
     def say(self, text: str) -> None:
-        """Print a line on stderr, even if the chat is quiet."""
+        """Print a line to stderr, even if the chat is quiet."""
         self._stderr.say(text)
 
     def attach(self, text: str) -> int:

@@ -122,7 +122,7 @@ def generate(
     output: options.OutputOptions,
     verbose: Verbose = "True",
 ) -> None:
-    r"""Answer a prompt on stdout, and print progress and figures on stderr.
+    r"""Print the answer to a prompt to stdout, and progress and statistics to stderr.
 
     \b
       mlx-snapkv generate --model demo --prompt-file book.txt --prompt "Who did it?" --policy auto
@@ -196,7 +196,7 @@ class _Answer:
         model_name: model name as typed by the user.
         keywords: keyword arguments for `stream_generate`.
         saved: saved prompt that the answer continues, if any.
-        as_json: whether to print a JSON object on stdout instead of the text.
+        as_json: whether to print a JSON object to stdout instead of the text.
         recommendation: what --policy auto chose, if it was used.
         reports: the request's report, once there is one.
         texts: text of each response.
@@ -216,7 +216,7 @@ class _Answer:
     last_response: Any = None
 
     def print(self, model: Any, tokenizer: Any, tokens: list[int], console: PromptConsole) -> None:
-        """Generate the answer. Print it on stdout, as text or as a JSON object, and its figures on stderr."""
+        """Generate the answer. Print it to stdout, as text or as a JSON object, and its statistics to stderr."""
         from ..engine.generate import stream_generate
         from ..planning.auto import explaining
         from ..planning.file_cost import file_cost

@@ -1,4 +1,4 @@
-"""Load the model named by the user: a folder, a Hugging Face repository or an embedded model."""
+"""Load the model named by the user: a folder, a Hugging Face repository or a built-in model."""
 
 import contextlib
 import logging
@@ -33,12 +33,12 @@ def load_model(
     quantize_activations: bool = False,
     pipeline: bool | None = None,
 ):
-    """Load the model and tokenizer from a folder, a Hugging Face repository or an embedded model.
+    """Load the model and tokenizer from a folder, a Hugging Face repository or a built-in model.
 
     If `mlx.launch` started several processes, each loads its shard, and only rank 0 prints from then on.
 
     Args:
-        name: the folder, repository or embedded model.
+        name: the folder, repository or built-in model.
         adapter_path: folder of LoRA adapters, if any.
         trust_remote_code: whether the model and the tokenizer may run code from the model folder.
         option: flag that names the model, for messages.
@@ -76,8 +76,8 @@ def load_model(
         else:
             options["model_config"] = {"quantize_activations": quantize_activations, **changes}
             model, tokenizer, *_ = load(location, adapter_path=adapter, **options)
-    # Ranks with different memory could choose different dtypes, so split models keep their own dtype. Embedded models
-    # are an exception, because their conversion does not depend on memory.
+    # Whether a model is converted to float32 depends on the machine's memory, so ranks could disagree. Split models are
+    # therefore not converted, except for built-in models, which are converted on any machine without a GPU.
     if n_ranks == 1 or name in MODELS:
         notice = _compute_in_float32(name, model, this_machine().memory)
         if notice is not None:
@@ -93,7 +93,7 @@ def _explaining_failures(option: str, name: str, folder: Path, action: str) -> I
 
     Args:
         option: flag that names the model, for messages.
-        name: the folder, repository or embedded model.
+        name: the folder, repository or built-in model.
         folder: the model's folder, which need not exist if `name` is a repository.
         action: see `loading_problem`.
     """
@@ -238,8 +238,8 @@ def load_without_weights(name: str, for_mac: bool = False):
     Nothing else is downloaded from a Hugging Face repository.
 
     Args:
-        name: the folder, repository or embedded model.
-        for_mac: whether to keep half precision, as on a Mac, even if this machine has no GPU. Embedded models are
+        name: the folder, repository or built-in model.
+        for_mac: whether to keep half precision, as on a Mac, even if this machine has no GPU. Built-in models are
             converted to float32 anyway.
 
     Raises: SnapKVError: the model does not exist, or mlx-lm can't load it.
@@ -275,7 +275,7 @@ def _folder_of(name: str, option: str) -> Path:
     if not _is_repository_name(name):
         raise SnapKVError(
             f"{option} {name}: no such folder, and not a valid Hugging Face repository name; "
-            f"embedded models: {', '.join(MODELS)}"
+            f"built-in models: {', '.join(MODELS)}"
         )
     return folder
 
@@ -296,8 +296,8 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     """Convert half-precision weights to float32 on a machine without a GPU.
 
     On a CPU, MLX emulates half precision, which is several times slower than float32. Weights that would take more than
-    `MAX_WEIGHTS_SHARE` of the memory in float32 are not converted, unless the model is embedded. Return a notice about
-    the conversion or about slow half precision, or None if neither applies or the model is embedded.
+    `MAX_WEIGHTS_SHARE` of the memory in float32 are not converted, unless the model is built in. Return a notice about
+    the conversion or about slow half precision, or None if neither applies or the model is built in.
 
     Args:
         name: model name as typed by the user.

@@ -132,10 +132,10 @@ Concurrency = Annotated[int, Option(min=1, max=1024, help="Maximum number of req
 DocumentSeed = Annotated[int, Option(help="Seed of the documents.")]
 Quiet = Annotated[
     bool,
-    Option("--quiet", "-q", help="Print no progress or figures on stderr.", rich_help_panel=OUTPUT),
+    Option("--quiet", "-q", help="Print no progress or statistics to stderr.", rich_help_panel=OUTPUT),
 ]
 AsJson = Annotated[
-    bool, Option("--json", help="Print one JSON object on stdout.", rich_help_panel=OUTPUT)
+    bool, Option("--json", help="Print one JSON object to stdout.", rich_help_panel=OUTPUT)
 ]
 
 
@@ -336,7 +336,7 @@ class SamplingOptions:
         self.require_within_vocabulary(tokenizer)
         options = dict(vars(self))
         del options["max_tokens"]
-        # Exempt these tokens from XTC, so that answers can still break lines and end.
+        # Exempt line breaks and end-of-sequence tokens from XTC, so that it prevents neither.
         special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special_tokens, **options)
         return {"max_tokens": self.max_tokens, "sampler": sampler}

@@ -57,8 +57,8 @@ def plan(
 ) -> None:
     r"""Show how much memory prompts will take, what fits, and which setting to use, without loading any weights.
 
-    Also show from which prompt length sparse attention is faster on this machine, judging by earlier requests or, on a
-    GPU, by an estimate. Only the model's configuration and weight headers are read, or downloaded from a Hugging Face
+    Also show the prompt length above which sparse attention is faster on this machine, based on earlier requests or, on
+    a GPU, on an estimate. Only the model's configuration and weight headers are read, or downloaded from a Hugging Face
     repository. docs/benchmarks.md explains the arithmetic.
 
     \b

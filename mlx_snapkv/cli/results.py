@@ -197,7 +197,7 @@ class ResultOptions:
     def _print_and_write(
         self, files: ResultFiles | None, result: dict[str, Any], page: Page
     ) -> None:
-        """Print a result on stdout, and write it to the result files, if any."""
+        """Print a result to stdout, and write it to the result files, if any."""
         if self.as_json:
             print(json.dumps(result))
         else:

@@ -13,7 +13,7 @@ MIN_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is c
 
 
 def print_table(table: Table) -> None:
-    """Print a table with its title and remark on stdout."""
+    """Print a table with its title and remark to stdout."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable

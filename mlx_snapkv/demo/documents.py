@@ -1,6 +1,6 @@
 """Synthetic documents that hide facts among filler sentences, and questions about these facts.
 
-The embedded models are trained on these documents, and `mlx-snapkv demo`, tests and measurements use them. All random
+The built-in models are trained on these documents, and `mlx-snapkv demo`, tests and measurements use them. All random
 choices come from a `random.Random`, so the text is determined by the seed.
 """
 

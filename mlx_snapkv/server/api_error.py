@@ -64,7 +64,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
         cause = error.__cause__  # set if FastAPI could not read the body
         if cause is None:
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
-        has_long_integer = type(cause) is ValueError  # Python limits the number of digits
+        # Python's JSON parser raises a plain ValueError only for integers with more digits than Python allows.
+        has_long_integer = type(cause) is ValueError
         if has_long_integer:
             return ApiError(400, "the body has a number of too many digits")
         return as_api_error(cause, request_id)

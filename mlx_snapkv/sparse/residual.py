@@ -69,9 +69,9 @@ class Residual(NamedTuple):
     def bias(self, queries: mx.array, scale: float, positions: mx.array) -> mx.array:
         """Return a bias for the logits of the cluster means, `(B, n_heads, L, n_clusters)`, in the queries' dtype.
 
-        The attention computes the logit `scale * (q . mean key)`. The bias turns this logit into the one in the module
-        docstring: `bias = (t - 1) * logit + log(number of unread entries in the cluster) + log a`. It is `HIDDEN_LOGIT`
-        if the token reads all entries of the cluster, or if a = 0.
+        Attention to a cluster mean has the logit `scale * (q . mean key)`. Adding the bias gives the logit from the
+        module docstring: `bias = (t - 1) * logit + log(number of unread entries in the cluster) + log a`. The bias is
+        `HIDDEN_LOGIT` if the cluster has no unread entries, or if a = 0.
 
         Args:
             queries: `(B, n_heads, L, head_dim)`, with the heads of a GQA group adjacent.

@@ -99,7 +99,7 @@ def needle(
         n_documents: number of documents per length and depth, each with one question.
         needles: number of facts in each document.
         text: filler, which is cut between sentences, and repeated if it is too short. By default, the filler is
-            sentences like those in the embedded models' training data.
+            sentences like those in the built-in models' training data.
         seed: seed for all random choices.
     """
 

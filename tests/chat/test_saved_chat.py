@@ -99,7 +99,7 @@ def test_a_policy_applies_only_to_a_saved_conversation_without_one(
 
 @pytest.fixture(scope="module")
 def loaded_llama():
-    """Return the embedded LLaMA in float16, as loaded by mlx-lm."""
+    """Return the built-in LLaMA in float16, as loaded by mlx-lm."""
     return load(str(MODELS["demo"]))
 
 

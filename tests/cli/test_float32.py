@@ -27,7 +27,7 @@ def test_a_users_model_is_computed_in_float32_and_a_line_says_so(call, tmp_path)
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_float32_models_and_embedded_models_get_no_line(call, tmp_path, wide):
+def test_float32_models_and_built_in_models_get_no_line(call, tmp_path, wide):
     model = str(wide_demo(tmp_path / "wide")) if wide else "demo"
     code, _, err = call("generate", "--model", model, *ASK)
     assert code == 0 and "float32" not in err

@@ -46,7 +46,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    """Yield a hub that serves the embedded model's configuration and headers, with zeros as weights, under any name."""
+    """Yield a hub that serves the built-in model's configuration and headers, with zeros as weights, under any name."""
     folder = MODELS["demo"]
     weights = (folder / "model.safetensors").read_bytes()
     header = weights[: 8 + int.from_bytes(weights[:8], "little")]

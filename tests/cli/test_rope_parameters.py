@@ -8,7 +8,7 @@ from model_folders import demo_with
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.cli import loading
 
-ROPE = {"rope_theta": 10_000_000.0, "rope_type": "default"}  # the embedded model's
+ROPE = {"rope_theta": 10_000_000.0, "rope_type": "default"}  # the built-in model's
 NOTICE = (
     "rope_theta=10000000.0 from rope_parameters, which mlx-lm does not read for this model type"
 )
@@ -16,7 +16,7 @@ NOTICE = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a function that creates the embedded model's folder with the given rope_parameters and no rope_theta."""
+    """Return a function that creates the built-in model's folder with the given rope_parameters and no rope_theta."""
 
     def make(values):
         made = demo_with(tmp_path / "model", rope_parameters=values)

@@ -32,7 +32,7 @@ def test_an_answer_needs_neither_stderr_nor_stdin(redirected):
 
 @pytest.fixture(scope="module")
 def snowy(tmp_path_factory):
-    """Return the embedded model's folder with a tokenizer that decodes every 4 as a snowman."""
+    """Return the built-in model's folder with a tokenizer that decodes every 4 as a snowman."""
     folder = demo_with(tmp_path_factory.mktemp("snowy") / "model")
     file = folder / "tokenizer.json"
     decoder = json.loads(file.read_text())["decoder"]

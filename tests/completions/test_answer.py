@@ -22,7 +22,7 @@ TEMPLATE = """{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for
 
 @pytest.fixture(scope="module")
 def thinking():
-    """Return the embedded tokenizer, extended for a model that reasons and calls tools."""
+    """Return the built-in tokenizer, extended for a model that reasons and calls tools."""
     tokenizer = AutoTokenizer.from_pretrained(MODELS["demo"])
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     tokenizer.chat_template = TEMPLATE

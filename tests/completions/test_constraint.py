@@ -16,7 +16,7 @@ from mlx_snapkv.completions.body import CHAT, Defaults, parse_body
 from mlx_snapkv.completions.constraint import Constraint
 from mlx_snapkv.completions.grammar import json_format
 from mlx_snapkv.completions.request import completion_request
-from mlx_snapkv.demo import MODELS as EMBEDDED
+from mlx_snapkv.demo import MODELS as BUILT_IN
 
 DOOR = {"type": "object", "properties": {"door": {"enum": ["green", "red"]}}, "required": ["door"]}
 TREE = {
@@ -194,8 +194,8 @@ CALLS = {
 
 
 def calling(parser, template=TEMPLATE):
-    """Return the embedded tokenizer, set up for a model whose calls `parser` can read."""
-    tokenizer = load(EMBEDDED["demo"])
+    """Return the built-in tokenizer, set up for a model whose calls `parser` can read."""
+    tokenizer = load(BUILT_IN["demo"])
     tokenizer.chat_template = template
     tokenizer._tool_parser = parser.parse_tool_call
     tokenizer._tool_call_start = parser.tool_call_start
@@ -307,7 +307,7 @@ def test_a_forced_call_can_be_parsed_in_every_format(demo_llama, name):
 @pytest.mark.parametrize("max_tokens", [60, 200])
 def test_thoughts_are_not_constrained(begun, is_special, max_tokens):
     """The template or the model starts the reasoning. Its markers are single tokens, as in real models, or text."""
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["demo"])
+    tokenizer = AutoTokenizer.from_pretrained(BUILT_IN["demo"])
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=is_special)
     tokenizer.chat_template = TEMPLATE + begun
     tokenizer = TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id])

@@ -10,7 +10,7 @@ from mlx_snapkv.demo.questions import is_right, question_prompt, token_counter
 SIZE = {"n_sink": 4, "n_window": 32, "obs_window": 32, "pool": "avg", "pool_kernel": 21}
 
 
-def test_the_embedded_models_take_less_than_8_mb_and_each_has_a_model_card():
+def test_the_built_in_models_take_less_than_8_mb_and_each_has_a_model_card():
     files = [file for folder in MODELS.values() for file in folder.iterdir()]
     assert sum(file.stat().st_size for file in files) < 8_000_000
     for folder in MODELS.values():

@@ -33,7 +33,7 @@ def wild(vocab_size: int, noise: float = 0.0):
 
 @pytest.fixture(scope="module")
 def tokenizer(demo_llama):
-    """Yield the embedded tokenizer without an end-of-sequence token, so that answers reach their full length."""
+    """Yield the built-in tokenizer without an end-of-sequence token, so that answers reach their full length."""
     _, tokenizer = demo_llama
     eos, tokenizer.eos_token_ids = tokenizer.eos_token_ids, []
     yield tokenizer

@@ -1,4 +1,4 @@
-"""The output of `make bench-gpu`, run on this machine with an embedded model and short prompts."""
+"""The output of `make bench-gpu`, run on this machine with a built-in model and short prompts."""
 
 import re
 import sys

@@ -210,7 +210,7 @@ ANSWERING = ("generate", "chat", "serve", "batch", "cache-prompt")
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 def test_pages_use_only_settings_of_the_table(page):
-    """Commands with the embedded model may differ, because its documents are short."""
+    """Commands with the built-in model may differ, because its documents are short."""
     for words in _shown(page.read_text(encoding="utf-8")):
         if words[0] in ANSWERING and "demo" not in words and setting_of(words)[0] is not None:
             assert setting_of(words) in CHOSEN, words

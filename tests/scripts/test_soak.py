@@ -1,4 +1,4 @@
-"""A short soak test: two sessions on an embedded model, which calls tools only if forced."""
+"""A short soak test: two sessions on a built-in model, which calls tools only if forced."""
 
 import pytest
 import soak

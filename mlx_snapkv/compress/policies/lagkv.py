@@ -65,8 +65,8 @@ class LagKV(Policy):
 def _differences(states: mx.array) -> mx.array:
     """Return how much each entry differs from the next block, `(B, n_kv_heads, n_blocks - 1, LAG)` float32.
 
-    Coordinates are scaled by their range in the next block, `(x - min) / (max - min)`. The result is the standard
-    deviation of each entry's scaled coordinates, after a softmax over the block.
+    Coordinates are scaled by their range in the next block, `(x - min) / (max - min)`. The result is a softmax, over
+    the entries of a block, of the standard deviations of their scaled coordinates.
 
     Args:
         states: keys or values, `(B, n_kv_heads, n_blocks * LAG, head_dim)`. The last block only provides the minimum
