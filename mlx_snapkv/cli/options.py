@@ -132,7 +132,9 @@ Concurrency = Annotated[int, Option(min=1, max=1024, help="Maximum number of req
 DocumentSeed = Annotated[int, Option(help="Seed of the documents.")]
 Quiet = Annotated[
     bool,
-    Option("--quiet", "-q", help="Print no progress or statistics to stderr.", rich_help_panel=OUTPUT),
+    Option(
+        "--quiet", "-q", help="Print no progress or statistics to stderr.", rich_help_panel=OUTPUT
+    ),
 ]
 AsJson = Annotated[
     bool, Option("--json", help="Print one JSON object to stdout.", rich_help_panel=OUTPUT)
