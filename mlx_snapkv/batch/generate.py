@@ -74,8 +74,9 @@ def batch_generate(
         **kwargs: options for `CompressedBatchGenerator`.
 
     Returns:
-        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Its answers are the same as outside
-        the batch; see `CompressedBatchGenerator` for exceptions.
+        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. With greedy sampling, its answers
+        are the same as outside the batch, except for sparse attention with when="faster"; see
+        `CompressedBatchGenerator`.
 
     Raises: SnapKVError: an option, the model or a prompt is not supported. All are checked before the first prompt is
         read.

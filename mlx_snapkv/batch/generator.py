@@ -49,8 +49,8 @@ class CompressedBatchGenerator(BatchGenerator):
     """A version of mlx-lm's `BatchGenerator` with compressed caches.
 
     Prompts are read and compressed one at a time, as in `generate_step`, regardless of `prefill_batch_size`. Prompts
-    shorter than `min_ctx` keep their full cache. Once their prompts have been read, requests decode together if their
-    caches have similar lengths.
+    shorter than the policy's `min_ctx` keep their full cache. Once their prompts have been read, requests decode
+    together if their caches have similar lengths.
 
     With greedy sampling, every request gets the same answer as outside the batch. The exception is sparse attention
     with when="faster", because a batch does not measure speed.

@@ -170,7 +170,8 @@ def _is_nan(logprobs: mx.array) -> bool:
 class Single(Group):
     """A group of a single request, which has failed or has not joined other requests yet.
 
-    The prompt is compressed once the model has read the first answer token and all answer tokens whose queries vote.
+    The prompt is compressed once the model has read the first answer token and all answer tokens whose queries vote;
+    see `Plan.voters`.
     """
 
     job: Job

@@ -25,7 +25,8 @@ class Job:
     Args:
         model: the model.
         uid: the request's uid.
-        plan: the request's plan. If it has a `reason`, the prompt is left to mlx-lm.
+        plan: the request's plan. If it has a `reason`, the prompt is left to mlx-lm: it is neither compressed nor read
+            with sparse attention.
         prompt_cache: the prompt cache to continue from. It is copied.
         on_report: see `CompressedBatchGenerator`.
         on_read: see `CompressedBatchGenerator`.
@@ -104,8 +105,8 @@ class Job:
         self.request = None
         self.caches = request.caches
         if on_read is not None and full_caches is not None:
-            # After an interrupted model call, the layers' lengths differ, and no other request can continue from the
-            # caches.
+            # Call `on_read` only if all layers have the same length. After an interrupted model call, the lengths can
+            # differ, and no other request can continue from such caches.
             lengths = {layer.layer_cache_in(full_caches).offset for layer in request.layers}
             if len(lengths) == 1:
                 (n_tokens,) = lengths

@@ -98,7 +98,7 @@ class Memory:
 
         The peak is the larger of two estimates:
 
-        - the memory in use now, plus the peak of the new request
+        - the size of all caches now, plus the peak of the new request
         - the size of all caches at the end of all answers, plus the extra memory that each request needs in its current
           phase, prefill or answer
 

@@ -79,7 +79,7 @@ class Run:
 
     Raises:
         SnapKVError: the options are invalid, the setting does not support the model, or mlx-lm can't decode several
-            prompts together with it.
+            prompts together with this model.
         OSError: an answer can't be written.
     """
 

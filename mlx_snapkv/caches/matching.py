@@ -18,8 +18,8 @@ KV_CACHE_CLASSES = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 def require_match(prompt_cache: list, model) -> None:
     """Check that a prompt cache fits a model.
 
-    These must match: the number and classes of the caches, and the number of heads, head size and dtype of their
-    entries.
+    These must match: the number and classes of the caches (for exceptions, see `KV_CACHE_CLASSES`), and the number of
+    heads, head size and dtype of their entries.
 
     Raises: SnapKVError: the prompt cache does not fit.
     """

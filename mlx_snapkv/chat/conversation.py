@@ -54,7 +54,7 @@ class Conversation:
             `kv_group_size` take effect only once a turn is compressed.
 
     Attributes:
-        policy: the setting, or None for the full cache.
+        policy: the setting (a `Compress` or `Sparse` object), or None for the full cache.
         messages: the chat so far, in the form that chat templates expect.
         report: the last turn's compression report, or None before the first turn.
         prompt_cache: the caches that the next turn continues from.

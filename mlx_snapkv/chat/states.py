@@ -135,8 +135,8 @@ def _resumed_setting(
 def _require_usable(setting: Setting | None, path: str | Path, prompt_cache: list) -> None:
     """Check that a saved prompt cache can be continued with this setting.
 
-    Raises: SnapKVError: the file is a book and the setting is not sparse attention, or the prompt cache is compressed
-        and the setting is not a policy.
+    Raises: SnapKVError: the prompt is a book (see `saved.book`) and the setting is not sparse attention, or the prompt
+        cache is compressed and the setting is not a policy.
     """
     is_book = bool(caches_in_files(prompt_cache))
     if is_book and not isinstance(setting, Sparse):

@@ -109,16 +109,15 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield notes on options that have no effect with `setting`, for `n_tokens` of prompt and answer together."""
+        """Yield notes on options that have no effect with `setting`. Prompt and answer have up to `n_tokens` in all."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         quantized_from = self.quantized_kv_start
         if quantized_from is None:
             quantized_from = DEFAULT_QUANTIZED_KV_START
         is_full_cache = setting is None
-        if (
-            self.quantized_kv_start is not None and not is_full_cache
-        ):  # chosen by --policy auto, or saved
+        # --policy auto chose `setting`, or it was saved with the prompt. `generate_keywords` rejects any other.
+        if self.quantized_kv_start is not None and not is_full_cache:
             yield (
                 "note: --quantized-kv-start does nothing here, since it is for the full cache only, and this prompt "
                 f"uses {setting}"

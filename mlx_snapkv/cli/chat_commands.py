@@ -318,7 +318,8 @@ def _policy(session: Session, text: str) -> None:
         compression = session.compression
         _, _, options = text.partition(":")
         if values_in_sparse(options, "store"):
-            # `text` names a store, so ignore --store. Otherwise, --store would replace a named "memory", the default.
+            # `text` names a store, so ignore --store. Otherwise, --store would replace store=memory, because
+            # `fill_defaults_of` does not distinguish it from an unset store.
             compression = replace(compression, store=None)
         policy = compression.fill_defaults_of(setting_named(text))
     session.start_new_conversation(

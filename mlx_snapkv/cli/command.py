@@ -204,8 +204,8 @@ class Command(TyperCommand):
     def _reject_conflicting_values(self, ctx: Any) -> None:
         """Reject a --store or --store-dir that contradicts --sparse. Raises: SnapKVError.
 
-        A default value in --sparse contradicts a flag only if --sparse and the flag were both typed. Otherwise, the
-        flag's value replaces the default.
+        If --sparse names a default value, such as store=memory, this contradicts a flag only if --sparse and the flag
+        were both typed. Otherwise, the flag's value replaces the default.
         """
         sparse = ctx.params.get("sparse")
         if sparse is None:

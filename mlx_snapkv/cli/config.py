@@ -17,8 +17,8 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-# Options that determine a request's setting. If a source sets one of them, all three are ignored in less specific
-# sources.
+# Options that determine a request's setting. The most specific source (see `_sources_by_precedence`) that sets any of
+# them determines all three.
 SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
 # Names (without `PREFIX`) of variables that set no option: the path of the speed record, and the folder with models for

@@ -84,7 +84,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         print(f"Skipped files that are not UTF-8 text: {texts.n_unread}.", file=sys.stderr)
     files = result.files()
     model, tokenizer = load_model(options.model)
-    # The first token after a piece is only fed to the model. The tokens after it are scored.
+    # The first token after a piece is not scored, because prefill predicts it, before the compression.
     n_following = options.continuation + 1
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     questions = options.question or list(QUESTIONS)
@@ -96,7 +96,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        # Recorded so that a result file whose scores are for other tokens is rejected.
+        # Says which tokens are scored, so that a result file with scores for other tokens is rejected.
         "judged": measuring.JUDGED_TOKENS,
     }
     run = partial(

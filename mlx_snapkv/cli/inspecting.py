@@ -134,8 +134,8 @@ def _print_inspection(inspection: Inspection) -> None:
 def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
     """Print the top sentences, one per line.
 
-    Each line shows the sentence's share of the votes. If the policy has no votes, it shows the share of the sentence's
-    entries that was chosen.
+    Each line shows the sentence's share of the votes. If the policy has no votes, the line shows the share of the
+    sentence's entries that was chosen.
     """
     from ..measure.inspection_page import SHOWN_SENTENCES
 
@@ -170,7 +170,7 @@ def _print_map(inspection: Inspection, console: Console) -> None:
     # Below the map, name the tokens at its left and right ends.
     first_token = "token 0"
     n_columns = densities.shape[1]
-    last_token = f"token {inspection.n_tokens - 1}".rjust(n_columns - len(first_token))
+    last_token = f"token {inspection.n_tokens - 1}".rjust(n_columns - len(first_token) - 1)
     share_heading = "" if None in inspection.shares else " votes"
     axis = f"{'':<{label_width}}{first_token} {last_token}{share_heading}"
     console.print(axis, style="dim", no_wrap=True)

@@ -1,6 +1,6 @@
 """Options shared by several commands, and parsers for their values.
 
-`with_options` adds the dataclasses' fields to a command as options.
+`command.with_options` turns the fields of these dataclasses into a command's options.
 """
 
 import contextlib
@@ -161,7 +161,9 @@ class ModelOptions:
     trust_remote_code: Annotated[
         bool,
         Option(
-            help="Let the tokenizer run its own code.", show_default=False, rich_help_panel=MODEL
+            help="Let the model and its tokenizer run their own code.",
+            show_default=False,
+            rich_help_panel=MODEL,
         ),
     ] = False
     max_kv_bytes: Annotated[

@@ -173,8 +173,8 @@ class SavedPrompt:
 
         The question and the answer are not counted, because they are usually much shorter than the saved text.
 
-        If the answer uses a store other than memory, nothing is checked, because the entries move to that store one
-        layer at a time.
+        If the answer's store is "8bit", "4bit" or "file", nothing is checked, because the entries move to that store
+        one layer at a time.
 
         Args:
             max_kv_bytes: KV memory limit in bytes. 0 turns off the check. None means this machine's memory.

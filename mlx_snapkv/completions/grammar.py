@@ -289,7 +289,7 @@ def _simplify(schema: Any) -> Any:
 
 def _is_unrestrictive(keyword: str, value: Any) -> bool:
     """Return whether to drop a keyword, because its value restricts nothing, and llguidance may reject it."""
-    if value is None:  # some languages write an empty list as null
+    if value is None:  # some languages write an empty list as null, so null restricts nothing
         return keyword != "default"
     if keyword == "format":
         return isinstance(value, str) and value not in ENFORCED_FORMATS

@@ -262,7 +262,8 @@ class LiteralReader:
     def _read_closer(self, closer: str) -> bool:
         """Skip the closing bracket if it comes next. Return whether the object or list has ended.
 
-        At the end of a complete text, the closing bracket is optional.
+        At the end of a call in a complete text, the closing bracket is optional, but only after another closing
+        bracket.
         """
         self._skip_blanks()
         if self._text.startswith(closer, self.position):
@@ -271,7 +272,7 @@ class LiteralReader:
         text_before, text_after = self._text[: self.position], self._text[self.position :]
         call_end = self._notation.end
         is_at_end = not text_after or (call_end != "" and text_after.startswith(call_end))
-        # If the text does not end with a bracket, its last value may have been cut off.
+        # Without a bracket before the end, the last value may have been cut off.
         follows_bracket = text_before.rstrip().endswith(("}", "]", ")"))
         return self._is_complete and is_at_end and follows_bracket
 

@@ -179,7 +179,7 @@ def _describe_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
             name: value for name, value in tool["function"].items() if value is not None
         }
         function = default_function | client_fields
-        # Some clients send [] for a tool without parameters.
+        # Add the defaults only to an object, because some clients send [] for a tool without parameters.
         if isinstance(function["parameters"], dict):
             function["parameters"] = default_schema | function["parameters"]
         described_tools.append(tool | {"function": function})

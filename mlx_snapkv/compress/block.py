@@ -219,10 +219,10 @@ class BlockKVCache(EvictingCache):
             self._count_attention(captured)
 
     def _count_attention(self, captured: CapturedQueries) -> None:
-        """Count the attention that a call's queries give, leaving out queries from position `last` on.
+        """Count the attention that the queries of one attention call give. The call's entries are already in the cache.
 
-        Queries of single tokens are collected until there are `block` of them, a longer call follows, or entries are
-        evicted. The call's entries are already in the cache.
+        Queries from position `last` on are left out. Single queries are collected, and counted once there are `block`
+        of them, a call with several queries follows, or entries are evicted.
         """
         chunk_start = self.offset - captured.queries.shape[2]
         n_voters = int(min(self.last, self.offset)) - chunk_start

@@ -20,7 +20,8 @@ def make_decode_cache(
         layer: the cache's `AttentionLayer`.
         kept_entries: the entries kept from the prompt. Entries of later tokens get the same quantisation.
         offset: position of the next token.
-        policy: the policy that compressed the prompt. Its `schedule` and `on_full` determine the type of the cache.
+        policy: the policy that compressed the prompt. Its `schedule` determines the class of the cache. With
+            schedule="once", its `on_full` determines whether the cache's window grows or slides.
         quota: number of entries that the policy keeps in this layer.
     """
     if policy.schedule == "block":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Lists rather than sets, because the order of sets varies, and a seed must give the same text on every machine.
+# Keep the words in lists. The order of sets varies, and a seed must give the same text on every machine.
 _WORD_LISTS = json.loads((Path(__file__).parent / "vocabulary.json").read_text(encoding="utf-8"))
 _SENTENCES, _TIMES = _WORD_LISTS.pop("sentences"), _WORD_LISTS.pop("times")
 _WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _WORD_LISTS.items()}

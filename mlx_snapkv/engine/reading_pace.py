@@ -37,9 +37,9 @@ class ReadingPace:
 
     Args:
         plan: a plan with `sparse_reading`. If the plan does not adapt, all chunks choose their entries.
-        recorded_speed: this machine's speed record. If it says that choosing entries is faster after the earlier turns,
-            all chunks choose their entries. A first turn gets an empty record: its first chunks have to read all
-            entries anyway, so they are timed instead.
+        recorded_speed: this machine's speed record. If it says that choosing entries is faster at the length of the
+            earlier turns, all chunks choose their entries. A first turn gets an empty record: its first chunks have to
+            read all entries anyway, so they are timed instead.
         clock: returns the current time in seconds.
 
     Attributes:

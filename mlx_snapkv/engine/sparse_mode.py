@@ -137,7 +137,8 @@ class SparseMode:
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
-            # Borrowers of this layer's entries receive them as arrays, so the cache must return all of them.
+            # If other layers receive this layer's entries as arrays, this layer's cache must return all of them; see
+            # `sparse_layers`.
             if layer.borrowers:
                 stored_cache = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored_cache.stored_entries().with_quantization(None)))

@@ -66,7 +66,7 @@ class QueryMoments:
         )
 
     def with_sums_of(self, other: QueryMoments) -> QueryMoments:
-        """Return another cache's sums with this cache's `counted_to`."""
+        """Return `other`'s sums and number of queries, with this object's `counted_to`."""
         return replace(self, sums=other.sums, n_counted=other.n_counted)
 
     def statistics(self, scale: float, stop: int) -> Statistics | None:

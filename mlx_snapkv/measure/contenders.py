@@ -94,7 +94,7 @@ def make_sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, c
 
 
 def _random_last_queries(layer: AttentionLayer, keys: mx.array) -> Queries:
-    """Return random queries for a prompt's last tokens, for fitting the residual's mass and temperature."""
+    """Return random queries for a prompt's last tokens. The residual is fitted to them (sparse/residual.py)."""
     n_tokens, head_dim = keys.shape[2:]
     queries = random_like(keys, FITTING_QUERIES, n_query_heads(layer.attention))
     last_positions = range(n_tokens - FITTING_QUERIES, n_tokens)
@@ -143,7 +143,7 @@ def full_and_policies(context: int, policies: list[Setting]) -> list[Contender]:
 def decode_quota(setting: Setting, n_prompt: int) -> Quota:
     """Return the quota of prompt entries that an answer token reads.
 
-    Raises: SnapKVError: the budget is less than one entry, or leaves no entry for the sliding window.
+    Raises: SnapKVError: the budget is less than one entry, or leaves no entry for a policy's sliding window.
     """
     policy = setting if isinstance(setting, Sparse) else setting.decode_policy
     return policy.quota(n_prompt)

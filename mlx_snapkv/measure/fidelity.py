@@ -138,7 +138,10 @@ def _record_keys(
 
 
 def without_lookahead(setting: Setting | None) -> Setting | None:
-    """Return the setting without its lookahead, for text that is compressed before an answer begins."""
+    """Return a policy without its lookahead, for text that is compressed before an answer begins.
+
+    Sparse attention and the full cache (None) are returned unchanged.
+    """
     if not isinstance(setting, Compress) or not lookahead_of(setting):
         return setting
     decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]

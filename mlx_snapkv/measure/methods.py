@@ -49,8 +49,7 @@ class Method:
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
     """Check that every policy would compress a prompt of at least one of these lengths.
 
-    Raises: SnapKVError: a policy would not compress any prompt of these lengths, or a budget is too small for sink and
-        window.
+    Raises: SnapKVError: a policy would not compress any prompt of these lengths.
     """
     for method in methods:
         if method.policy is None:

@@ -76,7 +76,7 @@ class SharedKVCache(RecordingKVCache):
         """Return whether any recorder still waits for queries from other layers that read these entries."""
         return any(recorder.waits_for_readers for recorder in self.recorders)
 
-    @property  # type: ignore[misc]  # nothing sets the state while a request runs
+    @property  # type: ignore[misc]  # no setter: nothing sets the state while a request runs
     def state(self) -> tuple:
         """Return the entries and recorded queries for mlx-lm's prefill loop to evaluate."""
         return *super().state, [recorder.state for recorder in self.recorders]
@@ -273,7 +273,7 @@ def read_once(
         suffixes: token ids of each text that `Reading.followed_by` can append to the prompt.
         **options: keyword arguments for mlx-lm's `generate_step`. By default, chunks have `largest_chunk()` tokens.
 
-    Raises: SnapKVError: the model is not supported, or a budget is too small for sink and window.
+    Raises: SnapKVError: the model is not supported, or does not support one of the policies.
     """
     unique_policies = dict.fromkeys(policies)
     # Policies that can't share a reading need no recorders.

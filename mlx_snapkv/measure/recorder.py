@@ -66,7 +66,10 @@ class Recorder:
         self.report = CompressionReport(NO_POLICY, n_prompt)
 
     def on_kept(self, layer: AttentionLayer, positions: mx.array, votes: mx.array | None) -> None:
-        """Store the positions `(1, n_kv_heads, n)` that a layer keeps, and their votes; see `Request`."""
+        """Store the positions `(1, n_kv_heads, n)` that a layer keeps, and their votes.
+
+        For the arguments, see `KeptCallback` (engine/compress.py).
+        """
         self.kept[layer.number] = np.array(positions[0]).astype(np.int32)
         if votes is not None:
             self.votes[layer.number] = np.array(votes[0])

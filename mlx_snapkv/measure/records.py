@@ -19,8 +19,8 @@ RECORD_KEYS = ("method", "setting", "task", "length", "document", "piece", "ques
 class Results:
     """Evaluation records, in memory and optionally in a file of JSON lines.
 
-    The file's first line is the setting. New records are appended, and a later run continues the file. Nothing is
-    written until the object is used in a `with` block.
+    The file's first line has the fields that all records share (`setting`). New records are appended, and a later run
+    continues the file. Nothing is written until the object is used in a `with` block.
 
     Args:
         setting: fields that all records share.

@@ -159,7 +159,8 @@ def _wrapped(target: _Target) -> Iterator[None]:
             replacement.n_users -= 1
             if replacement.n_users == 0:
                 del _replacements[key]
-                # If other code has wrapped our wrapper, leave both in place. Ours does nothing without our caches.
+                # Restore the original only if ours is still the outermost wrapper. If other code has wrapped ours, both
+                # stay, and ours does nothing without our caches.
                 is_outermost_wrapper = vars(owner)[name] is replacement.wrapper
                 if is_outermost_wrapper:
                     setattr(owner, name, replacement.original)

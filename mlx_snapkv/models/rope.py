@@ -81,7 +81,8 @@ def _stored_probe(rope: Rope, head_dim: int) -> Probe:
 def _measure_probe(rope: Rope, head_dim: int) -> Probe:
     """Rotate the unit vectors to find how the RoPE object pairs and scales dimensions."""
     unit_vectors = mx.eye(head_dim)[:, None, None]
-    # At position 1, every angle is below pi, so every rotated dimension changes.
+    # At position 1, every rotation angle is between 0 and pi. Its sine is not 0, so each rotated unit vector has a
+    # nonzero element at its partner.
     rotated = rope(unit_vectors, 1).reshape(head_dim, head_dim)
     dims = mx.arange(head_dim)
     is_partner = (rotated != 0) & (dims[None] != dims[:, None])

@@ -41,7 +41,8 @@ def _always(reason: str) -> Callable[[list], str]:
 def _uses_sliding_window(layer) -> bool:
     """Return whether a layer uses a sliding window.
 
-    The cache does not tell, because models that wrap LLaMA, such as Pixtral, give these layers full caches, too.
+    The class of the layer's cache does not show this, because models that wrap LLaMA, such as Pixtral, get full
+    caches for all layers.
     """
     return getattr(layer, "use_sliding", False)
 

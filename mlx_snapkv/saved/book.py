@@ -1,8 +1,8 @@
 """Books: saved prompts that keep their entries in separate files.
 
 The entry files are in a folder next to the prompt's file. Each layer has a file of keys and a file of values. A layer
-with an index also has a file of codes. The prompt's file contains the folder's name, and a checksum for every piece of
-the entry files. Keys and values are read and verified only when they are used.
+with an index also has a file of the index's codes (`sparse/index.py`). The prompt's file contains the folder's name,
+and a checksum for every piece of the entry files. Keys and values are read and verified only when they are used.
 """
 
 import base64
@@ -48,9 +48,9 @@ def write_book(
 ) -> Iterator[dict[str, str]]:
     """Write a book's entries to a new folder next to `target`, and yield the metadata to store in `target`.
 
-    The `with` block must write `target`. Afterwards, the folder that is no longer needed is removed: the old one, or
-    the new one if the block failed. If `prompt_cache` has no entries in files, no folder is written, and the metadata
-    is empty.
+    The `with` block must write `target`. Afterwards, the folder that is no longer needed is removed: the folder of a
+    book that `target` replaced, or the new folder if the block failed. If `prompt_cache` has no entries in files, no
+    folder is written, and the metadata is empty.
     """
     old_folder = named_folder(target)
     new_folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")

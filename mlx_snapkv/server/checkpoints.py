@@ -64,7 +64,10 @@ class Checkpoints:
             self._n_unshared = max(1, compress.decode_policy.obs_window)
 
     def fetch(self, request: EngineRequest) -> tuple[list, int]:
-        """Return caches for a prefix of a request's prompt, and the prefix's length, or `([], 0)` if no prefix fits."""
+        """Return caches for a prefix of a request's prompt, and the prefix's length.
+
+        Returns: `([], 0)` if no prefix can be used.
+        """
         if self._must_not_share_caches(request.body):
             return [], 0
         prompt = request.completion_request.prompt
@@ -88,7 +91,8 @@ class Checkpoints:
         - For prompts with the same system messages: `_n_unshared - 1` tokens before the end of these messages. A prompt
           has at least one more token after them, so at least `_n_unshared` of its tokens remain to be read.
         - For prompts that repeat or continue this one: before the last `_n_unshared` tokens or, if the template starts
-          reasoning earlier than that in the prompt, before the start of reasoning.
+          reasoning earlier than that in the prompt, before the start of reasoning, because templates may leave the
+          reasoning out of the next turn's prompt.
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []

@@ -155,7 +155,7 @@ class BlockFormatter(ResponseFormatter):
             yield from self._add_to_block("text", event.text)
         elif isinstance(event, Finished):
             block = self._open_block
-            # If the answer is only whitespace, nothing has been sent yet.
+            # If the answer is only whitespace, no block has been sent yet, so send the last one.
             if block is not None and block.kind == "text" and not self.blocks:
                 yield from self._send(block)
             yield from self._close_block()

@@ -5,8 +5,9 @@ import re
 
 log = logging.getLogger("mlx_snapkv.server")
 
-MAX_KINDS = 1000  # further kinds are not logged, because clients could cause any number of them
-KIND_LENGTH = 120  # number of leading characters to compare
+# Further kinds of warning are not logged, because clients could cause any number of them.
+MAX_KINDS = 1000
+KIND_LENGTH = 120  # kinds are compared by this many leading characters
 
 
 def show_log() -> None:

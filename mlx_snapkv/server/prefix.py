@@ -59,7 +59,7 @@ class Prefix:
 def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
     """Return the prefix that provides the most tokens of the prompt `ids`, as (n_tokens, prefix).
 
-    Returns: `(0, None)` if no prefix fits.
+    Returns: `(0, None)` if no prefix provides any.
     """
     n_served = 0
     best: Prefix | None = None

@@ -26,10 +26,10 @@ class PrefixCache:
     and then the oldest prefixes. For example, a prompt can be covered by a newer prompt about the same document.
 
     Attributes:
-        max_bytes: limit for caches in memory and in temporary files. Arrays shared by two caches count twice.
+        max_bytes: limit for `nbytes` plus `file_nbytes`. Arrays and files shared by two caches count twice.
         files: the folder with prefixes that outlive the server, or None.
-        nbytes: size of the caches in memory.
-        file_nbytes: size of the caches in temporary files.
+        nbytes: size in bytes of what the caches keep in memory.
+        file_nbytes: size in bytes of what the caches keep in files, as with `Sparse(store="file")`.
     """
 
     nbytes = file_nbytes = 0
@@ -157,5 +157,5 @@ def _next_to_evict(prefixes: list[Prefix]) -> Prefix:
 
 
 def _size_in_bytes(caches: list) -> int:
-    """Return the size of caches in memory and in temporary files."""
+    """Return the size of what caches keep in memory and in files."""
     return memory_bytes(caches) + file_bytes(caches)

@@ -55,7 +55,7 @@ class PrefixFiles:
     """
 
     def __init__(self, folder: Path, max_bytes: int, model: Any, setting: dict[str, str]):
-        """Create the folder, find its prefixes, and remove files that killed servers left unfinished."""
+        """Create the folder, find its prefixes, and remove the unfinished files of servers that were killed."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._model = model

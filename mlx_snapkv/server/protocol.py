@@ -10,7 +10,8 @@ from .api_error import ApiError
 from .formatter import ResponseFormatter
 
 RESPONSE_START = b"HTTP/1.1 "  # first bytes of every response
-PROBE_SECONDS = 0.25  # seconds between the first two probes; the interval then doubles
+# Seconds between the first two bytes that a `ProbingTransport` sends. The interval then doubles with each byte.
+PROBE_SECONDS = 0.25
 
 
 class Protocol(H11Protocol):

@@ -34,8 +34,8 @@ class AttendingCache(LayerCache):
             keys: keys returned by `update_and_fetch`.
             values: values returned by `update_and_fetch`.
 
-        Returns: keys, values, and the bias of the cluster means' logits, `(B, n_heads, L, n_means)`. Cluster means come
-            before entries. If there are no means, the bias is None.
+        Returns: keys, values, and the bias of the cluster means' logits, `(B, n_heads, L, n_means)`. Cluster means (see
+            `residual.py`) come before entries. If there are no means, the bias is None.
         """
 
     def attend(

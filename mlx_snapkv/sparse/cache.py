@@ -33,7 +33,10 @@ class SparseKVCache(AttendingCache):
     keys = keys_property(attrgetter("ranking.answer"))
 
     def __init__(self, ranking: TokenRanking):
-        """Start from a ranking. Its entries count as the prompt, even if some of them belong to the answer."""
+        """Start from a ranking that has no answer yet.
+
+        All of the ranking's entries count as the prompt, even if the last ones are from answer tokens decoded earlier.
+        """
         self.ranking = ranking
         self.layer = ranking.view.layer
         self._entry_nbytes = count_bytes(self.sample_entries)

@@ -26,7 +26,7 @@ ONE = mx.array(1)
 
 
 class Clusters(NamedTuple):
-    """The clusters of a layer's first entries.
+    """The clusters of successive entries of a layer.
 
     Attributes:
         ids: cluster id of each entry, `(B, n_kv_heads, n)`. uint16 is enough for 16 million entries.

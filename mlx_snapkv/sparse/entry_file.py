@@ -74,7 +74,7 @@ class EntryFile:
     """An open file with a layer's rows. It is closed when this object is deleted.
 
     Attributes:
-        n_rows: number of tokens in the file, or of pages if the file contains page means.
+        n_rows: number of rows per KV head: one for each token, or for each page if the file contains page means.
         is_shared: whether a store and its copy both use the file. If so, the file must not be truncated.
     """
 
@@ -99,7 +99,7 @@ class EntryFile:
         self.n_rows += len(data) // self.layout.token_bytes
 
     def truncate(self, n: int) -> None:
-        """Drop everything after the first `n` rows, including incomplete rows."""
+        """Drop everything after the first `n` rows of each KV head, including incomplete rows."""
         self.n_rows = n
         new_size = n * self.layout.token_bytes
         # If this fails, the leftover bytes at the end are harmless.

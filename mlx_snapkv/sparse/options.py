@@ -66,7 +66,8 @@ class Reach(NamedTuple):
     def first_choice_position(self, n_prompt: int, n_earlier: int = 0) -> int:
         """Return an upper bound on the position of the first chunk that chooses entries.
 
-        If this bound is not before the prompt's last tokens, return `n_prompt`.
+        If this bound is not before the prompt's last tokens, return `n_prompt`, because the last tokens have a
+        different reach.
 
         Args:
             n_prompt: prompt length in tokens.

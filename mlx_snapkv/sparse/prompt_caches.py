@@ -92,8 +92,8 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 def move_entries(model, caches: list, *, into: list) -> None:
     """Move the entries of full-attention layers from `caches` to the stores of the empty caches `into`.
 
-    Put the caches that have the entries afterwards in `caches`. A compressed cache stays there, and so does a cache
-    whose store has the same name and quantisation as the layer's store in `into`.
+    In `caches`, each of these layers' caches is replaced by the cache that then has its entries. A compressed cache is
+    not replaced, nor is a cache whose store has the same name and quantisation as the layer's store in `into`.
 
     Raises: SnapKVError: a layer's cache is missing entries, or a store in `into` can't be written.
     """

@@ -71,9 +71,10 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         self.growing = self.store.cache if is_plain_memory else KVCache()
 
     def observe(self, first: int, last: int, capacity: int) -> None:
-        """Prepare for a prompt of `capacity` tokens: drop recorded queries, and record new ones at `[first, last)`.
+        """Prepare for a prompt: drop recorded queries, and record new ones at positions `[first, last)`.
 
-        The rows of all new tokens will be allocated at once, so that prefill never reallocates the buffers.
+        Rows for all positions before `capacity` will be allocated at once, so that prefill never reallocates the
+        buffers.
         """
         self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)

@@ -35,7 +35,7 @@ class StreamingLLM(Policy):
     def _quota_of(self, n_entries: int) -> Quota:
         """Return the quota for a budget of `n_entries`.
 
-        If the sink leaves no room for a window, it is cut to half the budget.
+        A sink that leaves no room for a window is cut to half the budget.
         """
         n_sink = self.n_sink if self.n_sink < n_entries else n_entries // 2
         return Quota(n_entries, n_sink, n_window=n_entries - n_sink)

@@ -254,7 +254,7 @@ class MessageFormatter(BlockFormatter):
         )
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
-        """Yield "content_block_delta" with text or part of a call's JSON."""
+        """Yield "content_block_delta" with new text, or with all arguments of a call as JSON."""
         block_format = BLOCK_FORMATS[block.kind]
         delta = {"type": block_format.delta_type, block_format.delta_field: text}
         yield _event("content_block_delta", index=block.index, delta=delta)

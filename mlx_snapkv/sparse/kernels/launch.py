@@ -8,6 +8,9 @@ counts are passed in the array `params`, so that kernels are not recompiled when
     2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 threadgroups of `score`
     3 choice_stop       7 capacity of own_keys
 
+An item is an entry or a cluster mean that the token reads. The items are divided into splits, which `attend` processes
+in parallel. `own_keys` are the answer's keys.
+
 `choose` and `attend` launch kernels and no other MLX operations. They pass the caches' whole buffers, including unused
 rows, because MLX would copy a slice.
 """
@@ -33,8 +36,8 @@ SCORE_GROUPS = 128  # maximum number of threadgroups for `score`; each projects 
 MAX_SPLITS = 128  # a token's items are divided into at most this many splits
 # Maximum number of cluster means for `select`, which has a counter for each mean in threadgroup memory.
 MAX_MEANS = 4096
-# Length of `params`. Placeholders are as long, because MLX puts arrays of fewer than 8 numbers into Metal's constant
-# memory, and the row pointers in `attend.metal` must point to device memory.
+# Length of `params`. Placeholders for missing inputs have the same length, because MLX puts arrays of fewer than 8
+# numbers into Metal's constant memory, and the row pointers in `attend.metal` must point to device memory.
 N_PARAMS = 14
 NO_SINK = -1e30
 

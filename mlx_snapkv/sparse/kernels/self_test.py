@@ -1,4 +1,4 @@
-"""Compare the GPU kernels with the plain path on this machine, before the kernels are used."""
+"""Before the GPU kernels are used, compare them with the plain path (ordinary MLX operations) on this machine."""
 
 from __future__ import annotations
 

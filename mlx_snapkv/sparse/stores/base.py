@@ -19,7 +19,8 @@ class EntryView(ABC):
     n_entries: int
     # Whether `read` allocates memory. If it does, evaluate each result before reading the next.
     reads_allocate: bool = False
-    make_spill: MakeSpill | None = None  # creates a spill file; None if the entries are in memory
+    # Creates a `SpillFile` for rows computed from the entries, such as codes. None if the entries are in memory.
+    make_spill: MakeSpill | None = None
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
@@ -52,8 +53,8 @@ class Store(EntryView):
     in_files: bool = False  # whether entries are in files
     folder: str | None = None  # folder for new files; None means TMPDIR
     cache: Any = None  # the mlx-lm cache that stores the entries, if they are in memory
-    # The first entry's key and value, `(B, n_kv_heads, 1, head_dim)` each, if entries are in files. A prompt cache is
-    # saved with this entry alone, to record the shapes and dtypes.
+    # The first entry's key and value, `(B, n_kv_heads, 1, head_dim)` each, if entries are in files. A saved prompt's
+    # `.safetensors` file contains no other entries of the layer, and this one only to record shapes and dtypes.
     first_entry: tuple[mx.array, mx.array] | None = None
     nbytes: int  # size in bytes of the entries that are in memory
     file_nbytes: int = 0  # size in bytes of the entries that are in files
