@@ -167,7 +167,7 @@ def _print_map(inspection: Inspection, console: Console) -> None:
         shades = "".join(_shade(density) for density in layer_densities)
         share_text = "" if share is None else f"{share:5.0%}"
         console.print(f"{label:<{label_width}}{shades} {share_text}", no_wrap=True, crop=True)
-    # Below the map, name the tokens at its left and right ends.
+    # Below the map, label its left and right ends with the numbers of the first and last token.
     first_token = "token 0"
     n_columns = densities.shape[1]
     last_token = f"token {inspection.n_tokens - 1}".rjust(n_columns - len(first_token) - 1)

@@ -44,7 +44,7 @@ class Compress:
 
         Raises: SnapKVError: the string is invalid.
         """
-        # Pad the text, so that a "then" at its start or end is found, too.
+        # Pad the text so that a "then" at its start or end is found too.
         parts = [part.strip() for part in f" {text} ".split(THEN)]
         if len(parts) > 1 and "" in parts:
             place = "after" if parts[0] else "before"

@@ -200,7 +200,8 @@ class SnapKVCache(EvictingCache):
     def is_trimmable(self) -> bool:
         """Return True only for a growing window in speculative decoding.
 
-        Trimming it is safe, because mlx-lm then trims no more tokens than it has appended.
+        Trimming such a window is safe, because in speculative decoding mlx-lm never trims more tokens than it has just
+        appended.
         """
         return self.is_drafted and self.grows
 

@@ -73,7 +73,7 @@ class SharedKVCache(RecordingKVCache):
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
-        """Return whether any recorder still waits for queries from other layers that read these entries."""
+        """Return whether any recorder is still waiting for queries from other layers that read these entries."""
         return any(recorder.waits_for_readers for recorder in self.recorders)
 
     @property  # type: ignore[misc]  # no setter: nothing sets the state while a request runs

@@ -54,14 +54,13 @@ EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
 
 @dataclass(frozen=True)
 class SparseReading:
-    """How many earlier entries the chunks of a prompt read with sparse attention.
+    """Limits on the earlier entries that each chunk of a prompt reads. Used with sparse attention.
 
     Attributes:
         reach: how many earlier entries a chunk reads. If there are fewer, the chunk reads all of them.
         last_reach: how many earlier entries the prompt's last `LAST_TOKENS` tokens read.
-        last_from: position of the first of these last tokens. Negative if the prompt has fewer than `LAST_TOKENS`
-            tokens.
-        n_before_choice: upper bound on how many tokens are read before a chunk first chooses entries; see
+        last_from: position of the first of the prompt's last `LAST_TOKENS` tokens. Negative if the prompt is shorter.
+        n_before_choice: upper bound on the number of tokens before the first chunk that chooses entries; see
             `Reach.first_choice_position`.
     """
 

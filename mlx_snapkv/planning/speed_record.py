@@ -83,15 +83,15 @@ class Line(NamedTuple):
         return Line(*sums)
 
     def lower_bound(self, length: float) -> float:
-        """Return a lower bound on the seconds at `length`."""
+        """Return a lower bound on the time at `length`, in seconds."""
         return min(self._bounds(length))
 
     def upper_bound(self, length: float) -> float:
-        """Return an upper bound on the seconds at `length`."""
+        """Return an upper bound on the time at `length`, in seconds."""
         return max(self._bounds(length))
 
     def _bounds(self, length: float) -> tuple[float, float]:
-        """Return two predictions of the seconds at `length`: with the smallest and with the largest possible slope."""
+        """Return two predicted times at `length`, in seconds: with the smallest and with the largest possible slope."""
         mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
         smallest_slope, largest_slope = self._slopes(mean_x, mean_y)
         distance = length - mean_x

@@ -103,7 +103,7 @@ def move_entries(model, caches: list, *, into: list) -> None:
 
 
 def caches_to_save(prompt_cache: list) -> list:
-    """Return caches that can be saved to a file, and continued after loading.
+    """Return caches that can be saved to a file, and extended with new tokens after loading.
 
     Compressed caches and `StoredKVCache`s with entries in files are returned as they are. Any other cache is converted
     to one of mlx-lm's own.
