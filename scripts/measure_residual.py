@@ -1,4 +1,4 @@
-r"""Measure how far answers are from the full cache's by the kind of means of unread entries. Writes docs/residual.json.
+r"""Measure how far answers are from the full cache's, for several ways to average the unread entries.
 
     make real-models
     python scripts/measure_residual.py

@@ -71,7 +71,10 @@ class Session:
         self._history: Messages = []
 
     def run(self, url: str, until: float) -> None:
-        """Work on a server until `time.monotonic` reaches `until`. The server's error messages are stored in `sent`."""
+        """Work on a server until `time.monotonic` reaches `until`. The server's error messages are stored in `sent`.
+
+        Raises: httpx.HTTPError: a request got no answer.
+        """
         # Action -> its relative frequency.
         actions = {self._turn: 12, self._retry: 2, self._branch: 2, self._disconnect: 3}
         with httpx.Client(base_url=url, timeout=WAIT) as client:

@@ -104,7 +104,7 @@ class Rendering:
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
     """Return the tokens of a question about a prompt saved by `mlx_lm.cache_prompt`.
 
-    These are the tokens that mlx-lm's `generate` feeds to the model. Without the chat template, `generate` also adds a
+    These are the tokens that mlx-lm's `generate` feeds to the model. Without the chat template, `generate` may add a
     second beginning-of-text token, which is left out here.
 
     Raises: SnapKVError: the chat template fails, or omits the question.

@@ -109,20 +109,25 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield notes on options that have no effect with `setting`. Prompt and answer have up to `n_tokens` in all."""
+        """Yield notes on options that have no effect with `setting`.
+
+        `n_tokens` is the maximum total length of the prompt and the answer.
+        """
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
+        if self.kv_bits is None:
+            return
+        if setting is not None:  # --policy auto chose it; `generate_keywords` rejects any other
+            if self.quantized_kv_start is not None:
+                yield (
+                    "note: --quantized-kv-start does nothing here, since it is for the full cache only, and this "
+                    f"prompt uses {setting}"
+                )
+            return
         quantized_from = self.quantized_kv_start
         if quantized_from is None:
             quantized_from = DEFAULT_QUANTIZED_KV_START
-        is_full_cache = setting is None
-        # --policy auto chose `setting`, or it was saved with the prompt. `generate_keywords` rejects any other.
-        if self.quantized_kv_start is not None and not is_full_cache:
-            yield (
-                "note: --quantized-kv-start does nothing here, since it is for the full cache only, and this prompt "
-                f"uses {setting}"
-            )
-        if self.kv_bits is not None and is_full_cache and n_tokens <= quantized_from:
+        if n_tokens <= quantized_from:
             yield (
                 f"note: --kv-bits does nothing here, since a full cache is quantised from {quantized_from:,} tokens "
                 "on; --quantized-kv-start changes that"

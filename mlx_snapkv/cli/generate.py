@@ -172,8 +172,10 @@ def generate(
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
         tokens = console.wait_for(encode)
     n_saved = 0 if saved is None else saved.n_tokens
-    n_tokens = n_saved + len(tokens) + max_tokens
-    console.say_all(cache.notes(keywords["policy"], n_tokens))
+    saved_is_compressed = saved is not None and saved.policy != NO_POLICY
+    if not saved_is_compressed:
+        n_tokens = n_saved + len(tokens) + max_tokens
+        console.say_all(cache.notes(keywords["policy"], n_tokens))
     options.seed_sampling(seed)
     keywords |= sampling.generate_keywords(tokenizer)
     if schema is not None:
@@ -190,7 +192,7 @@ def generate(
 
 @dataclass
 class _Answer:
-    """Prints an answer as it is generated, then its figures.
+    """Prints an answer as it is generated, then its statistics.
 
     Attributes:
         model_name: model name as typed by the user.

@@ -29,7 +29,6 @@ def make_decode_cache(
             policy, quota, policy.block, layer=layer, quantization=kept_entries.quantization
         )
         block_cache.offset = offset
-        block_cache.statistics_from = policy.query_statistics
         block_cache.replace_entries(kept_entries)
         return block_cache
     n_pinned = len(kept_entries)

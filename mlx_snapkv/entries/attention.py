@@ -8,10 +8,10 @@ Keys are copied to float32, one head at a time, because MLX rounds the product o
 float16 overflows above 65,504, and Qwen2.5's logits are larger than that because its keys have large biases. bfloat16
 has fewer than three significant digits, too few to rank large logits.
 
-A vote on a prompt has many queries. For these, copying the keys costs less than multiplying in half precision and
-converting all logits to float32. A decoded token has few queries, and for these the copy is expensive: five times as
-many bytes are read or written. With sparse attention, only short texts pay this price, because the entries of longer
-texts are ranked by an index (`sparse.index.ranks_by_index`).
+A vote on a prompt has many queries. For these, copying the keys costs less than converting the logits of a
+half-precision product to float32 would. A decoded token has few queries, and for these the copy is expensive: five
+times as many bytes are read or written. With sparse attention, only short texts pay this price, because the entries of
+longer texts are ranked by an index (`sparse.index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

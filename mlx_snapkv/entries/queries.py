@@ -281,7 +281,7 @@ class Recorder:
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded queries and the sums over queries. The caller evaluates them after each decoded token."""
+        """Return the recorded queries and the sums over queries. Batches evaluate them after each decoded token."""
         return [*self._queries, *self.moments.sums]
 
     def inherit_queries(self, other_cache: Any) -> None:

@@ -119,8 +119,8 @@ def save(
 def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> SavedPrompt:
     """Load a prompt cache that was saved by `save` or by mlx-lm's `save_prompt_cache`.
 
-    If the file is a book, its keys and values are not loaded here. They stay in the book's entry files, and are read
-    and verified when they are used.
+    If the file is a book, the keys and values in its entry files are not loaded here. They are read and verified when
+    they are used.
 
     Args:
         path: a `.safetensors` file.

@@ -62,15 +62,15 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
     """Return a chat completion body with the given messages, tools and fields.
 
     Args:
-        body: the Messages or Responses body. Unknown fields are passed on, except for the completion fields that these
-            APIs have no answer format for: `n`, `top_logprobs`, `functions` and `function_call`.
+        body: the Messages or Responses body. Unknown fields are passed on, except for `n` and `top_logprobs`, which the
+            server supports only for completions.
         messages: the parsed messages.
         tools: tools in OpenAI's format. May be None or empty.
         **fields: fields of the chat completion. Fields that are None are omitted.
 
     Raises: SnapKVError: the resulting body is invalid.
     """
-    unsupported = "n", "top_logprobs", "functions", "function_call"
+    unsupported = "n", "top_logprobs"
     unknown_fields = {
         name: value for name, value in (body.model_extra or {}).items() if name not in unsupported
     }

@@ -103,8 +103,8 @@ class Answers:
         self._policies = [method.policy for method in methods if method.shares_reading]
         # The full cache's answers by question, which are the same in both settings.
         self._full_records: dict[int, Record] = {}
-        # The document's caches after sparse prefill, keyed by the options that affect prefill. A budget affects only
-        # decoding, unless the document fits in it.
+        # The document's caches after a prefill with sparse attention's options, keyed by the options that affect
+        # prefill. A budget affects only decoding, unless the document fits in it.
         self._sparse_caches: dict[tuple[Sparse, bool], list] = {}
 
     @cached_property

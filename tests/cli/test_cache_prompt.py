@@ -154,10 +154,15 @@ def test_every_question_follows_the_saved_tokens(question):
         assert whole[: len(start)] == start and len(start) > 4
 
 
-@pytest.mark.parametrize("start, waits", [([], True), (["--quantized-kv-start", "9"], False)])
-def test_a_full_cache_that_is_too_short_to_be_quantised_is_noted(cache, ask, start, waits):
+KEYDIFF = ["--policy", "keydiff:budget=128,block=64,n_window=32", "--kv-group-size", "32"]
+
+
+@pytest.mark.parametrize(
+    "others, waits", [([], True), (["--quantized-kv-start", "9"], False), (KEYDIFF, False)]
+)
+def test_a_full_cache_that_is_too_short_to_be_quantised_is_noted(cache, ask, others, waits):
     file, _ = cache("plain.safetensors")
-    code, _, err = ask(file, "--kv-bits", "8", *start)
+    code, _, err = ask(file, "--kv-bits", "8", *others)
     note = "note: --kv-bits does nothing here, since a full cache is quantised from 5,000 tokens on"
     assert code == 0 and (note in err) == waits
 

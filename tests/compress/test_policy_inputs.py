@@ -187,16 +187,3 @@ def test_a_later_turn_reads_tokens_before_an_eviction_that_needs_statistics(toke
             model(part[None], cache=request.caches)
     report = request.compress()
     assert report.entries == 40 and all(c.offset == 80 for c in cache)
-
-
-def test_statistics_go_on_with_the_answers_queries(tokens):
-    model = make_llama()
-    policy, inputs = ExpectedAttention(budget=40, block=16, n_window=8), []
-    cache = make_prompt_cache(model)
-    model.layers[0].input_layernorm = watched(model.layers[0].input_layernorm, inputs)
-    steps(model, tokens[:80], 30, policy=policy, prompt_cache=cache, prefill_step_size=16)
-    queries = heads(np.concatenate(inputs), model.layers[0].self_attn.q_proj.weight)
-    # The answer's first token is fed before the prompt is compressed, and only prompt tokens are counted until then.
-    counted = np.delete(queries, 80, axis=1)[:, policy.n_sink :]
-    assert cache[0].moments.n_counted == counted.shape[1] == 105
-    assert np.allclose(cache[0].statistics.mean[0], counted.mean(axis=1), atol=1e-4)

@@ -98,11 +98,14 @@ def test_functions_the_predecessor_of_tools_are_called(agent):
     assert call["name"] == "open" and sent[-1]["choices"][0]["finish_reason"] == "function_call"
 
 
-def test_functions_are_left_out_of_the_other_apis(agent):
-    fields = {"functions": [FUNCTION], "function_call": "auto", "answer": CALL.format("open")}
-    for path, asked in ((MESSAGES, CHAT_ASKED), (RESPONSES, RESPONSE_ASKED)):
-        prompt, _ = agent.ask(path, **asked, **fields)
-        assert "green" not in prompt and FUNCTION["name"] not in prompt
+@pytest.mark.parametrize("path, asked", [(MESSAGES, CHAT_ASKED), (RESPONSES, RESPONSE_ASKED)])
+def test_functions_are_called_in_every_api(agent, path, asked):
+    fields = {"functions": [FUNCTION], "answer": CALL.format("open")}
+    prompt, found = agent.ask(path, **asked, **fields)
+    assert '"name": "open"' in prompt and "warnings" not in found
+    (call,) = found.get("content") or found["output"]
+    assert call["type"] in ("tool_use", "function_call") and call["name"] == "open"
+    assert found.get("stop_reason", "tool_use") == "tool_use"
 
 
 def test_a_choice_may_name_allowed_tools_or_services(agent):

@@ -18,9 +18,10 @@ class ExpectedAttention(Policy):
     """Scores each entry by the attention that future queries are expected to give it, times the norm of its value.
 
     Future queries are modelled as normally distributed, so that a key's expected weight has a closed form. The mean and
-    the covariance are those of all pre-RoPE queries so far, except for the first `n_sink`. Both are rotated by the mean
-    rotation of the next 512 positions. If the prompt has at most `n_sink` tokens, only its last query is used. Weights
-    are normalised with a softmax over the keys after the sink, and averaged over the query heads of a GQA group.
+    the covariance are those of the prompt's pre-RoPE queries, except for the first `n_sink`. Both are rotated by the
+    mean rotation of the next 512 positions. If the prompt has at most `n_sink` tokens, only its last query is used.
+    Weights are normalised with a softmax over the keys after the sink, and averaged over the query heads of a GQA
+    group.
 
     Attributes:
         n_sink: number of initial entries that are always kept. The first `n_sink` queries are left out of the mean and

@@ -29,7 +29,12 @@ from ..chat_messages import (
 from ..exchange import model_name, respond
 from ..formatter import Block, BlockFormatter, server_sent_event
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "function_call": "tool_use",  # the client sent `functions`, the predecessor of `tools`
+}
 
 
 class BlockFormat(NamedTuple):
@@ -267,10 +272,9 @@ class MessageFormatter(BlockFormatter):
         """Return the stop reason, and the stop string that ended the answer (or None)."""
         answer = self.finished[0].answer
         # If a stop string ended the answer after a call, return "tool_use", so that the client runs the call.
-        has_calls = answer.finish_reason == "tool_calls"
-        if answer.stopped_by is not None and not has_calls:
-            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
         stop_reason = STOP_REASONS[answer.finish_reason or "stop"]
+        if answer.stopped_by is not None and stop_reason != "tool_use":
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
         return {"stop_reason": stop_reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
