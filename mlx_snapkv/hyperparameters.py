@@ -138,7 +138,7 @@ def _parsed(text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """Base class for validated dataclasses that can be created from a string, a dict or a keyword argument."""
+    """Base class for validated dataclasses that can be created from a string, a dict or a keyword argument's value."""
 
     name: ClassVar[str]
     # Name of the field whose value follows from other fields, or None. `__str__` omits this field.

@@ -14,7 +14,7 @@ UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.part")  # matches `replacing`'s tempor
 
 
 def path_of(name: str | Path, option: str | None = None) -> Path:
-    """Convert a file name to a path, and expand "~" to the home folder.
+    """Convert a file name to a path and expand "~" to the home folder.
 
     Args:
         name: an absolute path, or a path relative to the current folder.

@@ -224,7 +224,8 @@ class CompressedBatchGenerator(BatchGenerator):
     def read_so_far(self, uid: int) -> tuple[list, list[int]] | None:
         """Return copies of a request's caches during prefill, and the tokens read so far.
 
-        Other requests can continue from the copies. Return None if the request is waiting or decoding, or has failed.
+        Other requests can continue from the copies. Return None if the request is waiting, decoding or has failed, or
+        if this is just mlx-lm's generator.
         """
         batch = self._prompt_batch
         if self._is_plain or uid not in batch.uids or batch.job.error is not None:

@@ -110,8 +110,8 @@ def _resumed_setting(
 ) -> Setting | None:
     """Choose the setting for continuing from a file: the file's own, or `policy` if the file has none.
 
-    If both are sparse attention, `policy.store_dir` replaces the file's `store_dir`. Unless `policy.store` is "memory",
-    the default, it also replaces the file's `store`.
+    If both are sparse attention, the file's setting is used with `policy.store_dir`, and with `policy.store` unless
+    that is "memory", the default.
 
     Raises: SnapKVError: the setting can't be used with the file's entries.
     """
@@ -133,7 +133,7 @@ def _resumed_setting(
 
 
 def _require_usable(setting: Setting | None, path: str | Path, prompt_cache: list) -> None:
-    """Check that a saved prompt cache can be continued with this setting.
+    """Check that a conversation with this setting can continue from a saved prompt cache.
 
     Raises: SnapKVError: the prompt is a book (see `saved.book`) and the setting is not sparse attention, or the prompt
         cache is compressed and the setting is not a policy.

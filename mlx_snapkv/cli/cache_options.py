@@ -117,7 +117,8 @@ class MLXCacheOptions(CacheOptions):
 
         if self.kv_bits is None:
             return
-        if setting is not None:  # --policy auto chose it; `generate_keywords` rejects any other
+        if setting is not None:
+            # --policy auto chose this setting: `generate_keywords` rejects --quantized-kv-start if the user chose one.
             if self.quantized_kv_start is not None:
                 yield (
                     "note: --quantized-kv-start does nothing here, since it is for the full cache only, and this "

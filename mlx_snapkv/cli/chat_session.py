@@ -34,8 +34,8 @@ class MessageReader:
     """Iterable over the messages on standard input.
 
     Each line is a message. Text pasted into a terminal is one message, even if it has several lines. A backslash at the
-    end of a line continues the message on the next line. Every rank reads its own standard input, because `mlx.launch`
-    passes the same input to all.
+    end of a line continues the message on the next line. With several Macs, every rank reads its own standard input,
+    because `mlx.launch` passes the same input to all.
 
     Args:
         stream: standard input. None if it is closed, which is an error.

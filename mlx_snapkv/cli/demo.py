@@ -106,7 +106,7 @@ def _introduction(n_prompt: int, n_facts: int) -> str:
 
 
 def _result_table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
-    """Return the result table, with one column per chat: its answers, then its figures."""
+    """Return the result table, with one column per chat: its answers, then its statistics."""
     from rich.table import Table
 
     table = Table("question", "hidden", *columns)
@@ -162,7 +162,7 @@ def _ask_in_chat(
 ) -> list[str]:
     """Ask for all facts in one chat about the document.
 
-    Returns: The cells of the chat's table column: the answers with rich markup, then the figures.
+    Returns: The cells of the chat's table column: the answers with rich markup, then the statistics.
     """
     from rich.markup import escape
 

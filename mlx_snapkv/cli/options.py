@@ -307,7 +307,7 @@ class SamplingOptions:
 
         Raises: SnapKVError: the option does not exist, or the value is invalid.
         """
-        name = name.lstrip("-").replace("-", "_")  # accepts --top-p, too
+        name = name.lstrip("-").replace("-", "_")  # also accepts --top-p
         names = list(vars(self))
         if name not in names:
             commands = ", ".join(f"/set {known_name}" for known_name in names)

@@ -167,7 +167,8 @@ class Plans:
         }
         plans = []
         if self.kv_bits is not None:
-            plans.append(self.planner.plan(n_prompt))  # for comparison
+            # Also show the full cache without --kv-bits, for comparison.
+            plans.append(self.planner.plan(n_prompt))
         for setting, plan in plan_by_setting.items():
             changes_nothing = bool(plan.reason)
             is_users_choice = setting == self.setting

@@ -284,7 +284,7 @@ def _run(settings: Settings | None, loader: _Loader, start_engine: Callable[[], 
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all ranks
         engine = start_engine()
         engine.join()
-        os._exit(0)  # rank 0 is gone, so sys.exit would abort in MLX's threads
+        os._exit(0)  # rank 0 is gone, so MLX's threads would abort during sys.exit
     show_log()
     with bind_socket(settings) as listening_socket:
         engine = start_engine()

@@ -9,7 +9,7 @@ TEXT_COLUMNS = {
     "cache", "method", "task", "model type", "also loads", "note", "why", "name", "here"
 }  # fmt: skip
 MAX_HEADING = 24  # characters; longer headings are folded
-MIN_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut off
+MIN_WIDTH = 108  # characters; narrower terminals wrap lines, but no number is cut off
 
 
 def print_table(table: Table) -> None:

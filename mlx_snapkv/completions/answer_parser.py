@@ -35,7 +35,7 @@ class AnswerParser:
     mlx-lm's `TextStateMachine` finds the markers. This class adds four rules:
 
     - A marker inside a call's argument is part of the argument.
-    - A marker inside the requested JSON is text.
+    - A marker inside the required JSON is text.
     - A call inside reasoning does not end the reasoning.
     - A call that can't be parsed is text, or reasoning if the call is complete and inside reasoning.
 
@@ -49,7 +49,8 @@ class AnswerParser:
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
         self._tools = request.tools
-        # An answer of the kind "call" has no call markers, so everything outside reasoning is the call.
+        # An answer of the kind "call" (see `AnswerFormat`) has no call markers, so everything outside reasoning is the
+        # call.
         self._answer_is_call = answer_format is not None and answer_format.kind == "call"
         self._tool_parser = (
             json_tools.parse_tool_call if self._answer_is_call else tokenizer.tool_parser
@@ -110,8 +111,8 @@ class AnswerParser:
     def _split_character(self, character: str) -> list[Segment]:
         """Feed the next character to the machine, and return the new segments.
 
-        If a marker turns out to be text, the state is corrected. A tool call replaces the required JSON, so no JSON is
-        expected once a call has started.
+        An end marker that is part of an argument does not end the call. Once the required JSON has started, markers are
+        text. A tool call replaces the required JSON, so no JSON is expected once a call has started.
         """
         state_before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, character)

@@ -63,7 +63,7 @@ def _all_types(
         return
     yield from _types_without_alternatives(schema)
     for keyword in ("anyOf", "oneOf", "allOf"):
-        for alternative in as_list(schema.get(keyword)):  # a client may send any JSON
+        for alternative in as_list(schema.get(keyword)):  # not every client sends a list
             yield from _all_types(alternative, root, followed_references)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in followed_references:

@@ -62,7 +62,7 @@ def _parse_messages(items: Any) -> list[Message]:
         try:
             messages += parse_message(item, may_have_media)
         except ValueError as error:
-            # The client sees a message such as "messages.3.content ...".
+            # The client sees an error such as "messages.3.content ...".
             raise ValueError(error_sentence(f".{number}", rule=str(error))) from None
     has_content = any(
         message.has_content or message.role in ("assistant", "tool") for message in messages

@@ -65,8 +65,7 @@ class Constraint:
         self._matcher.consume_tokens(prefill_tokens)
         self._n_prompt: int | None = None
         self._answer_tokens: list[int] = []
-        # Number of answer tokens that the matcher has consumed. The matcher consumes no tokens after the end of the
-        # grammar.
+        # Number of answer tokens that the matcher has consumed. Once the matcher has stopped, it consumes no more.
         self._n_consumed = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
         self._max_end_growth = _max_end_growth(answer_format.grammar, self._vocabulary)
@@ -156,8 +155,8 @@ class Constraint:
         only the short end's tokens are allowed. If no short end is found, `allowed` is not restricted.
 
         Searching for an end at every token would be too slow. `n_spare` is the number of tokens left beyond the end.
-        Each answer token reduces it by at most `_max_end_growth + 1`: by one itself, and by the rest because the end
-        may grow. So the next search is due after `n_spare // (_max_end_growth + 1)` tokens.
+        Each answer token uses up one of them, and up to `_max_end_growth` more if it lengthens the end. So the next
+        search is due after `n_spare // (_max_end_growth + 1)` tokens.
 
         Args:
             allowed: bool mask `(vocabulary,)` of the tokens that the grammar allows.

@@ -130,7 +130,7 @@ def _media_or_unknown_part(part: dict[str, Any], kind: str, source: Source) -> T
         raise ValueError(
             f".content has {article} {media}, and this model reads text only: leave it out"
         )
-    if source == "tool" and media is None:  # the result of a built-in tool
+    if source == "tool" and media is None:  # for example a built-in tool's result
         readable_fields = {
             name: value for name, value in part.items() if not name.startswith("encrypted")
         }

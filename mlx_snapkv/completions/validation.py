@@ -44,7 +44,7 @@ def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
 def required_for(kind: str) -> AfterValidator:
     """Return a validator that rejects None if the object's `type` is `kind`.
 
-    The model must declare `type` before the validated field.
+    The pydantic model must declare `type` before the validated field, because fields are validated in that order.
     """
 
     def validate(value: Any, info: ValidationInfo) -> Any:

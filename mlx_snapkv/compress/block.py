@@ -213,16 +213,17 @@ class BlockKVCache(EvictingCache):
         )
 
     def _record_chunk(self, captured: CapturedQueries) -> None:
-        """Record the newest queries. If `counts_attention` is set, also count the attention that the chunk gives."""
+        """Record the newest queries and, if `counts_attention` is set, count the attention that entries receive."""
         super()._record_chunk(captured)
         if self.counts_attention:
             self._count_attention(captured)
 
     def _count_attention(self, captured: CapturedQueries) -> None:
-        """Count the attention that the queries of one attention call give. The call's entries are already in the cache.
+        """Count the attention that entries receive from the queries of one attention call.
 
-        Queries from position `last` on are left out. Single queries are collected, and counted once there are `block`
-        of them, a call with several queries follows, or entries are evicted.
+        The call's own entries are already in the cache. Queries from position `last` on are left out. Single queries
+        are collected, and counted once there are `block` of them, a call with several queries follows, or entries are
+        evicted.
         """
         chunk_start = self.offset - captured.queries.shape[2]
         n_voters = int(min(self.last, self.offset)) - chunk_start

@@ -78,13 +78,17 @@ class Policy(Hyperparameters, ABC):
     @property
     def observes(self) -> bool:
         """Return whether the policy needs queries or their statistics."""
-        queries_vote = self.obs_window > 0 or self.accumulates_attention
-        return queries_vote or self.query_statistics is not None
+        return self._queries_vote or self.query_statistics is not None
 
     @property
     def observes_answer(self) -> bool:
         """Return whether the policy also needs the answer's queries, to evict during the answer."""
-        return self.schedule == "block" and self.observes
+        return self.schedule == "block" and self._queries_vote
+
+    @property
+    def _queries_vote(self) -> bool:
+        """Return whether the policy needs queries that vote on entries."""
+        return self.obs_window > 0 or self.accumulates_attention
 
     @property
     def grows(self) -> bool:

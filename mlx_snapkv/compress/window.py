@@ -21,7 +21,8 @@ from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
 from .evicting import EvictingCache
 
-SLACK = 16  # if pending entries need rows after the window, allocate at least this many
+# If pending entries (see `SnapKVCache`) need rows after the window, allocate at least this many.
+SLACK = 16
 
 
 @loadable

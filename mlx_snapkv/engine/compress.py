@@ -275,7 +275,8 @@ def put_compressed_cache(
         on_kept(layer, kept_entries.positions, choice.kept_votes)
     decode_cache = make_decode_cache(layer, kept_entries, plan.n_prompt, policy, plan.decode_quota)
     del prompt_entries, kept_entries
-    query_source = prefill_cache if policy.observes_answer else None
+    evicts_with_queries = policy.schedule == "block" and policy.observes
+    query_source = prefill_cache if evicts_with_queries else None
     decode_cache.inherit_queries(query_source)
     # A text to ask about later has no answer yet: any tokens decoded after it were only needed for their votes.
     n_to_append = 0 if plan.config.is_text else len(answer_entries)

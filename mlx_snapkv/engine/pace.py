@@ -27,10 +27,9 @@ class Pace:
     Args:
         n_prompt: prompt length in tokens.
         tokens_to_repay_setup: number of tokens that must be decoded with sparse attention to make up for building the
-            index and the means. The same number of tokens is first decoded with full attention, so that an answer of
-            any length takes at most about twice as long as in the better mode. If the text grows by a factor of
-            `RETRY_GROWTH` before that, sparse attention is tried then. In any case, the first `FIRST_TOKENS` tokens
-            read all entries.
+            index and the means. Sparse attention is first tried after the same number of tokens with full attention, so
+            that an answer of any length takes at most about twice as long as in the faster mode. It is tried sooner if
+            the text has grown by a factor of `RETRY_GROWTH`, but never before `FIRST_TOKENS` tokens.
 
     Attributes:
         reads_all: whether the next tokens read all entries.

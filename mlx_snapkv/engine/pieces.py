@@ -15,7 +15,8 @@ from ..planning.request_plan import Plan
 from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 
-MAX_PAIR_BYTES = 3 * 4  # upper bound on a head's score bytes per (query, entry) pair
+# Upper bound on score bytes per (query, entry) pair and head: three float32 scores.
+MAX_PAIR_BYTES = 3 * 4
 
 
 class Pieces:

@@ -1,4 +1,4 @@
-"""Reads a prompt without answering it, so that mlx-lm can decode the answer or questions can follow later."""
+"""Reads a prompt without answering it. mlx-lm can then decode an answer, or questions can follow later."""
 
 import importlib
 from collections.abc import Sequence

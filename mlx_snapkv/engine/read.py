@@ -58,8 +58,8 @@ def _block_cache(
         if evicts_once:
             # Keep all entries while the prompt is read.
             quota = Quota(n_expected, quota.n_sink, quota.n_window)
-    # If entries are evicted only once, the configured quantisation waits until then, unless the earlier entries are
-    # already quantised.
+    # If entries are evicted only once, after prefill, the configured quantisation is applied after that, unless the
+    # earlier entries are already quantised.
     is_quantised_later = evicts_once and earlier_quantization is None
     quantization = plan.config.quantization or earlier_quantization
     block_cache = BlockKVCache(

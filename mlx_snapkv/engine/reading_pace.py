@@ -31,9 +31,9 @@ class ReadingPace:
     """Decides whether a prompt chunk chooses entries or reads all of them, whichever is faster.
 
     The first chunks read all entries and are timed. Then, as a trial, a chunk chooses its entries. If it takes clearly
-    less time per token than the latest chunk that read all entries, all following chunks choose theirs, too: reading
-    all entries would take them even longer, because full attention slows down as the text grows. If not, the following
-    chunks read all entries, and choosing is tried again once the text is twice as long.
+    less time per token than the latest chunk that read all entries, all following chunks choose theirs too, because
+    full attention would only become slower as the text grows. If not, the following chunks read all entries, and
+    choosing is tried again once the text is twice as long.
 
     Args:
         plan: a plan with `sparse_reading`. If the plan does not adapt, all chunks choose their entries.

@@ -164,7 +164,7 @@ class SparseMode:
             report.plain_path = why_plain_path(ranking, one_query)
 
     def use_full_attention(self, caches: list) -> None:
-        """Append the entries computed with sparse attention to the full caches, and replace `caches` with those.
+        """Append the entries computed with sparse attention to the full caches, and put the full caches into `caches`.
 
         From then on, tokens read all entries until `compress` is called again.
         """

@@ -117,7 +117,8 @@ def _sum_over_blocks(
         keys: reads keys `(B, n_kv_heads, T, head_dim)`.
         queries: the queries with their indices.
         sum_queries: takes a block's softmax weights `(B, n, n_rows, T)` for `n` KV heads, and `rows`, the block's slice
-            of each KV head's `group_size * n_queries` queries. Returns `(B, n, m, T)`, with a constant `m`.
+            of each KV head's `group_size * n_queries` queries. Returns `(B, n, m, T)`, where `m` is the same for all
+            blocks.
 
     Returns: `(B, n_kv_heads, m, T)`.
     """

@@ -70,7 +70,8 @@ class Entries:
         statistics: `Statistics` of the queries. If the policy does not request statistics, the attributes of
             `statistics` raise SnapKVError.
         quota: numbers of entries to keep per KV head, or None if unknown.
-        shared_votes: cache of computed votes, keyed by number of entries, query indices and voter counts.
+        shared_votes: votes computed so far, keyed by number of entries, query indices and voter counts. Copies of a
+            prompt's cache share them (see `RecordingKVCache`). None if they are not shared.
         reads_allocate: whether reading entries allocates memory. If so, each block is evaluated before the next one is
             read.
     """

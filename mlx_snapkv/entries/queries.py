@@ -18,7 +18,7 @@ QueryMap = Callable[[mx.array], mx.array]
 
 
 class CapturedQueries(NamedTuple):
-    """The queries of one attention call. The call's entries are already in the cache.
+    """The queries of the tokens in one attention call. The tokens' entries are already in the cache.
 
     Attributes:
         queries: post-RoPE queries, `(B, n_heads, L, head_dim)`.
@@ -121,15 +121,16 @@ class Recorder:
             first: first position whose query is recorded.
             last: position after the last recorded query.
             newest: number of most recent queries to keep. None keeps all.
-            statistics_from: first position whose pre-RoPE query is added to the statistics. None turns statistics off.
-                The query at `last - 1` is always added. Statistics require a `layer`.
+            statistics_from: first position whose pre-RoPE query is added to the statistics. If it is after `last - 1`,
+                they start at `last - 1`. None turns statistics off. Statistics require a `layer`.
         """
         self.first, self.last = first, last
         self.newest = math.inf if newest is None else newest
         self.statistics_from = statistics_from
         self.scale = math.nan
         self.sinks: mx.array | None = None
-        # Queries of the newest tokens, one array per layer. Emptied once all layers that share the entries have run.
+        # Queries of the newest tokens, one array per layer that reads the entries. Emptied once all these layers have
+        # run.
         self._queries_by_reader: list[mx.array] = []
         self._queries: list[mx.array] = []  # `(B, n_heads, n, head_dim)` each, in order of position
         self._stop = 0  # position after the last recorded query

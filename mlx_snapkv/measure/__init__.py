@@ -1,1 +1,1 @@
-"""Measure fidelity, answers, kept entries and speed on the user's texts and machine."""
+"""Measure fidelity and speed, compare answers and inspect kept entries, on the user's texts and machine."""

@@ -178,7 +178,7 @@ def compare(
 ) -> Iterator[Compared]:
     """Answer a prompt greedily with each method, as `generate` would, and yield the answers.
 
-    Policies that choose entries after prefill share one reading of the prompt.
+    Policies that need no separate pass over the prompt (see `shares_reading`) share one reading of it.
 
     Args:
         model: an mlx-lm model.
@@ -335,7 +335,10 @@ class _Comparison:
         return answer.tokens[:n_fed] == self.full.tokens[:n_fed]
 
     def _figures_of(self, name: str, answer: Answer, read_seconds: float) -> Compared:
-        """Return an answer's figures, without the comparison with the full cache's answer."""
+        """Return a `Compared` with an answer's own measurements.
+
+        The fields that compare the answer with the full cache's answer keep their defaults.
+        """
         times_after_compression = answer.times[answer.n_times_before :]
         tokens_per_second = None
         if len(times_after_compression) > 2:

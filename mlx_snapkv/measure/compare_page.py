@@ -31,7 +31,7 @@ def page(
         tokenizer: the model's tokenizer, which decodes the prompt's tokens.
         tokens: token ids of the prompt.
         answers: the full cache's answer, followed by the answers to compare with it.
-        table: figures for all answers.
+        table: the measurements of all answers.
     """
     text, spans = token_spans(tokenizer, list(tokens))
     full_answer, *other_answers = answers

@@ -22,7 +22,7 @@ from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement, Spe
 from ..sparse.options import Sparse
 from .contenders import make_sparse_cache, random_like
 
-LENGTHS = (8192, 32_768)  # numbers of entries
+LENGTHS = (8192, 32_768)  # numbers of cached entries to measure with
 # Number of tokens to evaluate together, to keep the device as busy as a pipelined loop would.
 TOKENS_PER_EVALUATION = 8
 
@@ -46,7 +46,7 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 
 
 def layer_speed(model: Any) -> Speed:
-    """Estimate one token's attention time, full and sparse, over all layers that support sparse attention.
+    """Estimate the time of one token's full and sparse attention, over all layers that support sparse attention.
 
     A whole token takes longer, because the rest of the model is not timed. The difference between the two times also
     applies to a whole token.

@@ -10,7 +10,7 @@ from ..caches.layers import AttentionLayer
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quota import Quota
 
-MAX_RECORDED = 24  # number of prompt tokens recorded per answer token and layer
+MAX_RECORDED = 24  # maximum number of prompt tokens recorded per answer token and layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,8 @@ class Recorder:
         max_tokens: maximum number of tokens in the answer.
 
     Attributes:
-        kept: kept positions `(n_kv_heads, n)`, by layer number. Empty if nothing was evicted.
-        votes: votes for the kept entries, by layer number. Empty if the policy has no votes.
+        kept: kept positions `(n_kv_heads, n)`, keyed by `AttentionLayer.number`. Empty if nothing was evicted.
+        votes: votes for the kept entries, with the same keys. Empty if the policy has no votes.
         n_heads: number of KV heads in each layer, or 0 before the layer's first recorded query.
         report: the compression report.
     """

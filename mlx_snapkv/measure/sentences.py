@@ -11,7 +11,8 @@ import numpy as np
 Span = tuple[int, int]  # the characters `text[start:stop]`
 
 INCOMPLETE = "\ufffd"  # decoders return this for an incomplete character
-MAX_CHARACTER_TOKENS = 8  # more than enough, since a UTF-8 character has at most four bytes
+# Maximum number of tokens per character. This is more than enough, since a UTF-8 character has at most four bytes.
+MAX_CHARACTER_TOKENS = 8
 
 # A sentence or paragraph with its trailing white space, e.g. "(It ended.) ".
 _SENTENCE = re.compile(

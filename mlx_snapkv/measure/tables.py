@@ -49,7 +49,7 @@ def setting_text(result: dict[str, Any]) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """Render a table as Markdown, with names left-aligned and figures right-aligned."""
+    """Render a table as Markdown, with names left-aligned and numbers right-aligned."""
     alignments = ["---:"] * len(table.columns)
     for i, column in enumerate(table.columns):
         is_name = i == 0 or column == "cache"
@@ -80,7 +80,7 @@ class Page(NamedTuple):
     """The texts and functions that turn an evaluation's records into a page.
 
     Attributes:
-        remark: explanation of the figures.
+        remark: explanation of the numbers in the tables.
         summarise: function that summarises all records.
         tables: function that builds tables from the summary.
     """

@@ -11,7 +11,7 @@ from ..errors import SnapKVError
 from ..paths import path_of, reason
 
 OPTION = "--text"
-TEXT_MARK = "THE TEXT STANDS HERE"  # placeholder in the chat template
+TEXT_MARK = "THE TEXT STANDS HERE"  # placeholder for the text while the chat template is applied
 
 
 class Piece(NamedTuple):
@@ -118,7 +118,7 @@ def digest_of(text: str) -> str:
 
 
 def _read_utf8(path: Path) -> str | None:
-    """Read a file's text, and strip surrounding white space.
+    """Read a file's text and strip surrounding white space.
 
     Return None if the file is not UTF-8 text.
 

@@ -48,8 +48,8 @@ class Call:
     def record(self, queries: mx.array, scale: float, sinks: Any, absorbed: bool) -> None:
         """Record the queries that the module passed to the attention function.
 
-        If later layers have yet to read the recorder's newest entries, also add it to the thread's `lenders`, so that
-        these layers can find it. Otherwise, remove it. For `absorbed`, see `_with_positional_part`.
+        If later layers have yet to read the recorder's newest entries, also add the recorder to the thread's `lenders`,
+        where these layers find it. Otherwise, remove it from `lenders`. For `absorbed`, see `_with_positional_part`.
         """
         captured = CapturedQueries(queries, scale, sinks, from_borrower=self.borrowed)
         if self.family.latent:

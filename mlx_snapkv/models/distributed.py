@@ -69,7 +69,7 @@ def from_first_rank(work: Callable[[], T]) -> T:
         try:
             result_and_error = work(), None
         except SnapKVError as error:
-            _broadcast((None, str(error)))  # the other ranks must raise the error, too
+            _broadcast((None, str(error)))  # the other ranks must also raise the error
             raise
     result, error_message = _broadcast(result_and_error)
     if error_message is not None:
@@ -79,8 +79,8 @@ def from_first_rank(work: Callable[[], T]) -> T:
 
 def _broadcast(value: Any) -> Any:
     """Send rank 0's `value` to all ranks, by summing its bytes with zeros from the other ranks."""
-    # mlx-lm computes ahead in its own stream, in which a split model sums across ranks, too. Wait for that stream,
-    # because sums in both streams at once could be mixed up.
+    # mlx-lm computes ahead in its own stream, where a split model also sums across ranks. Wait for that stream, because
+    # sums in both streams at once could be mixed up.
     mx.synchronize(generation_stream)
     is_rank_0 = rank() == 0
     pickled = np.frombuffer(pickle.dumps(value) if is_rank_0 else b"", np.uint8)
@@ -88,7 +88,7 @@ def _broadcast(value: Any) -> Any:
     # np.resize fills the other ranks' empty arrays with zeros.
     summand = mx.array(np.resize(pickled, n_bytes) * is_rank_0)
     byte_sum = mx.distributed.all_sum(summand, stream=mx.cpu)
-    # Rank 0 must evaluate the sum, too, because the other ranks wait for its summand.
+    # Even rank 0 must evaluate the sum, because the other ranks wait for its summand.
     mx.eval(byte_sum)
     return value if is_rank_0 else pickle.loads(np.array(byte_sum).tobytes())
 

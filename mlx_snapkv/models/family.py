@@ -36,7 +36,7 @@ class AttentionFamily:
         attention_function: name of mlx-lm's attention function if the module calls that function, or "mx.fast" if the
             module calls MLX's. "" means that the module computes attention itself, and that its first RoPE result is
             the queries.
-        extra_capture: "rope" or "split" if the first result of the module's RoPE or of `split` must be recorded, too.
+        extra_capture: "rope" or "split" if the first result of the module's RoPE or of `split` must also be recorded.
         method: name of the method that is called with a cache.
         is_borrower: returns True for an attention module that reads an earlier layer's entries.
         lender_key: returns a key for an attention module. A borrower reads the entries of the last earlier layer with

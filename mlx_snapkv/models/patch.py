@@ -4,9 +4,9 @@ The patches hook into the call to mlx-lm's `scaled_dot_product_attention`, so no
 is patched, that function does two more things:
 
 - If the module was called with a `Recorder` (entries/queries.py), the recorder receives the queries, bit for bit as
-  attention uses them. If the module passes only part of the queries, the result of its RoPE or first split is recorded,
-  too. A module that borrows entries may be called without a cache. If so, its queries go to the recorder that lists the
-  module as a borrower.
+  attention uses them. If the module passes only part of the queries, the result of its RoPE or first split is also
+  recorded. A borrower (a module that reads an earlier layer's entries) may be called without a cache. If so, its
+  queries go to that layer's recorder.
 - If the cache has an `attend` method, that method computes the attention (sparse/attending.py, batch/caches.py).
 
 With any other cache, a patched class behaves like the original.

@@ -25,7 +25,7 @@ def trained_length(model) -> int | None:
 
 
 def beyond_trained_length(model, n_tokens: int) -> str | None:
-    """Return a warning if a prompt of `n_tokens` exceeds the model's trained length, otherwise None."""
+    """Return a warning if a prompt of `n_tokens` tokens exceeds the model's trained length, otherwise None."""
     length = trained_length(model)
     if length is None or n_tokens <= length:
         return None
@@ -36,7 +36,7 @@ def beyond_trained_length(model, n_tokens: int) -> str | None:
 
 
 def warn_beyond_trained_length(model, n_tokens: int) -> None:
-    """Issue a Python warning if a prompt of `n_tokens` exceeds the model's trained length."""
+    """Issue a Python warning if a prompt of `n_tokens` tokens exceeds the model's trained length."""
     warning = beyond_trained_length(model, n_tokens)
     if warning is not None:
         warnings.warn(warning, TrainedLengthWarning, stacklevel=3)

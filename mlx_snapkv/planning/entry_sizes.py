@@ -94,8 +94,9 @@ class EntrySizes:
     def file_bytes(self, store: str | None, n_tokens: int) -> int:
         """Return how many bytes `n_tokens` tokens take in files, or 0 if `store` uses no files.
 
-        With more than `ENTRIES_IN_MEMORY` tokens, parts of the index and of the page means are written to files, too.
-        The result then includes the whole index and all page means, so it is an upper bound.
+        With more than `ENTRIES_IN_MEMORY` tokens, parts of the index and of the page means (see `page_mean_bytes`) are
+        also written to files. In that case, the result includes the whole index and all page means, so it is an upper
+        bound.
         """
         if not in_files(store):
             return 0

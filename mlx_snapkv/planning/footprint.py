@@ -31,7 +31,7 @@ class Need(NamedTuple):
     kept_bytes: int  # size of the entries after compression, not counting `extra_in_answer`
     cache_bytes_at_end: int  # size of all caches after the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    # With sparse attention, the size of the prompt's entries, index and means in memory. Otherwise 0.
+    # With sparse attention, the size of the prompt's entries, index, clusters and page means in memory. Otherwise 0.
     extra_in_answer: int = 0
     chunk_bytes: int = 0  # activations, scores and copied entries while a prompt chunk is read
     step_bytes: int = 0  # entries that are copied to decode one answer token
@@ -199,15 +199,15 @@ class Footprint:
         return entry_bytes + n_index_rows * self.sizes.key_index_bytes()
 
     def _cluster_bytes(self, plan: Plan) -> int:
-        """Return the size of the cluster ids and cluster means, or 0 if the residual is off."""
+        """Return the size of the cluster ids and cluster means, or 0 if the `residual` option of `Sparse` is None."""
         if plan.sparse is None or plan.sparse.residual is None:
             return 0
         return int(plan.n_prompt * self.sizes.cluster_bytes())
 
     def _page_mean_bytes(self, plan: Plan) -> int:
-        """Return the memory for page means that are kept for later turns, or 0 if none are kept.
+        """Return the size in bytes of the page means that stay in memory for later turns, or 0 if none do.
 
-        They are kept if entries are in files and chunks choose pages.
+        Page means stay if entries are in files and chunks choose pages.
         """
         reading = plan.sparse_reading
         chunks_choose = reading is not None and reading.n_before_choice < plan.n_prompt
@@ -216,10 +216,10 @@ class Footprint:
         return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
 
     def n_indexed_in_memory(self, n_tokens: int) -> int:
-        """Return an upper bound on how many of `n_tokens` tokens have their index and means in memory.
+        """Return an upper bound on how many of `n_tokens` tokens have their index rows and page means in memory.
 
-        If entries are in files, only the first `ENTRIES_IN_MEMORY` tokens keep their index and means in memory. The
-        index and means of later tokens move to a file, `ENTRIES_MOVED` tokens at a time.
+        If entries are in files, only the first `ENTRIES_IN_MEMORY` tokens keep these in memory. The index rows and page
+        means of later tokens move to a file, `ENTRIES_MOVED` tokens at a time.
         """
         if not in_files(self.config.store):
             return n_tokens

@@ -18,7 +18,7 @@ def machine_kv_limit(footprint: Footprint) -> int:
     """Return how many bytes of this machine's memory are left for KV entries.
 
     That is the memory for models, minus MLX's buffer cache, the weights, and the memory for reading a chunk of the
-    longest prompt that the model was trained for. If that length is unknown, `TYPICAL_PROMPT` is assumed.
+    longest prompt that the model was trained for. If the trained length is unknown, `TYPICAL_PROMPT` is assumed.
 
     Args:
         footprint: estimates how much memory requests take.

@@ -93,7 +93,7 @@ class LongPrompts:
 
         Args:
             n_prompt: number of tokens to read.
-            n_before: number of tokens read earlier. Their entries count, too, unless a policy evicts.
+            n_before: number of tokens read earlier. Their entries also count, unless a policy evicts.
             max_kv_bytes: limit on KV memory in bytes. 0 turns off the check. If None, the request and the weights must
                 fit in this machine's memory for models.
         """

@@ -16,7 +16,8 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a co
 _CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 _BUFFERS_SHARE = 16  # MLX's buffer cache may take up to 1/16 of the usable memory
-_MIN_BUFFERS = 256 << 20  # bytes; enough for the activations of a chunk
+# Bytes that the buffer cache may always take. They are enough for the activations of a chunk.
+_MIN_BUFFERS = 256 << 20
 
 
 class Machine(NamedTuple):
@@ -27,7 +28,7 @@ class Machine(NamedTuple):
 
     @property
     def without_buffers(self) -> int:
-        """Return the bytes available for weights and requests: usable memory minus MLX's buffer cache."""
+        """Return the bytes available for weights and requests: usable memory minus the share for MLX's buffer cache."""
         return self.usable - self.usable // _BUFFERS_SHARE
 
     @property

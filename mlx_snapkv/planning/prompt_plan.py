@@ -156,7 +156,7 @@ def max_chunk_size(step_size: int | None) -> int:
 def align_chunks_to_voters(max_size: int, n_new: int, n_before_voters: int) -> int:
     """Return a chunk size for which the last chunk has few tokens before the voting queries.
 
-    If `max_size` is a large multiple of `MULTIPLE`, the result is a multiple of `MULTIPLE`, too. Otherwise, the tokens
+    If `max_size` is a large multiple of `MULTIPLE`, the result is also a multiple of `MULTIPLE`. Otherwise, the tokens
     before the voting queries are divided into equal chunks.
 
     Args:

@@ -59,7 +59,7 @@ class SparseReading:
     Attributes:
         reach: how many earlier entries a chunk reads. If there are fewer, the chunk reads all of them.
         last_reach: how many earlier entries the prompt's last `LAST_TOKENS` tokens read.
-        last_from: position of the first of the prompt's last `LAST_TOKENS` tokens. Negative if the prompt is shorter.
+        last_from: position where the prompt's last `LAST_TOKENS` tokens start. Negative if the prompt is shorter.
         n_before_choice: upper bound on the number of tokens before the first chunk that chooses entries; see
             `Reach.first_choice_position`.
     """

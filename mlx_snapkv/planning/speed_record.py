@@ -30,7 +30,7 @@ from ..sparse.options import Sparse
 from .entry_sizes import weight_bytes
 from .machine import processor, this_machine
 
-# Environment variable that overrides the path of the file. If it is empty, no record is kept.
+# Environment variable that overrides the path of the file. If the variable is an empty string, no record is kept.
 PATH_VARIABLE = "MLX_SNAPKV_SPEED_RECORD"
 FORMAT = 1  # version of the file format; files with another version are ignored
 # Maximum number of keys in the file. The keys that were updated least recently are dropped.
@@ -168,7 +168,7 @@ class Speed:
         return predicted is not None and predicted.sparse > predicted.full
 
     def tokens_to_repay_setup(self, n_prompt: int) -> float:
-        """Return how many answer tokens it takes to make up for the time spent building the index and the means.
+        """Return how many answer tokens it takes to make up for the setup time (`SETUP`).
 
         Return 0 if measurements are missing, and infinity if sparse attention is not faster. If a slope is unknown, the
         fastest possible sparse attention is compared with the slowest possible full cache.

@@ -199,7 +199,7 @@ class _EntryFile:
     def write(
         self, read_rows: Callable[[int, int], Stored], on_written: Callable[[int], None]
     ) -> list[int]:
-        """Write all rows, and return the CRC-32 of each piece.
+        """Write all rows and return the CRC-32 of each piece.
 
         Args:
             read_rows: `read_rows(start, stop)` returns the rows `[start, stop)`.

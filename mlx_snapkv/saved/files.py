@@ -197,7 +197,7 @@ def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int
 
 
 def _encode(data: bytes) -> str:
-    """Compress bytes with zlib, and encode them in base64 for a file's metadata."""
+    """Compress bytes with zlib and encode them in base64 for a file's metadata."""
     return base64.b64encode(zlib.compress(data)).decode()
 
 
@@ -207,7 +207,7 @@ def _decode(text: str) -> bytes:
 
 
 def require_writable(path: str | Path) -> Path:
-    """Check that `save` can write to `path`, and return it.
+    """Check that `save` can write to `path`, and return it as a `Path`.
 
     Raises: SnapKVError: the file can't be written, or it exists and `save` did not write it.
     """

@@ -51,7 +51,7 @@ class Admission:
         metrics: counts open requests.
 
     Attributes:
-        bounds: the model's limits.
+        bounds: the model's maximum answer length and vocabulary size.
         context: context length to report to clients, in tokens. This is the user's limit or, without one, the model's
             trained length, which prompts can exceed. None if there is no limit and the trained length is unknown.
     """

@@ -108,8 +108,8 @@ class _Server(uvicorn.Server):
         # Don't wait yet. Once the engine is stopping, open requests fail, and uvicorn waits for their responses.
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # After SIGTERM, the process exits when this method returns, so wait until the engine has told the other ranks
-        # to stop.
+        # After SIGTERM, the process exits when this method returns. With several Macs, the engine must first tell the
+        # other ranks to stop, so wait for it.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 

@@ -46,7 +46,8 @@ class Checkpoints:
         sparse = config.sparse
         self._reads_sparsely = sparse is not None and sparse.read == "sparse"
         self._keeps_all_entries = not config.evicts_in_blocks
-        # If all queries vote, caches can't be trimmed, because that would remove tokens but keep their votes.
+        # If every query votes for the entries to keep, caches can't be trimmed: trimming would remove tokens, but keep
+        # their votes.
         accumulates_attention = (
             compress is not None and compress.decode_policy.accumulates_attention
         )
@@ -90,9 +91,9 @@ class Checkpoints:
 
         - For prompts with the same system messages: `_n_unshared - 1` tokens before the end of these messages. A prompt
           has at least one more token after them, so at least `_n_unshared` of its tokens remain to be read.
-        - For prompts that repeat or continue this one: before the last `_n_unshared` tokens or, if the template starts
-          reasoning earlier than that in the prompt, before the start of reasoning, because templates may leave the
-          reasoning out of the next turn's prompt.
+        - For prompts that repeat or continue this one: before the last `_n_unshared` tokens and, if the prompt ends
+          with the start of reasoning, also before that start. Templates may leave the reasoning out of the next turn's
+          prompt.
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []

@@ -64,7 +64,7 @@ class Engine:
 
     Attributes:
         loaded: the served model and its prefix cache.
-        metrics: counts requests, tokens and memory.
+        metrics: counts requests and tokens, and reports memory use.
         kv_bytes: size of the running requests' caches after the last step, in bytes.
     """
 
@@ -304,7 +304,7 @@ class Engine:
         return self._admission.admit(first_waiting, running, kv_bytes)
 
     def _interrupt_if_stopping(self, n_read: int, n_to_read: int) -> None:
-        """Interrupt a prompt chunk if the server is stopping. The progress arguments are ignored.
+        """Interrupt a prompt chunk if the server is stopping. The arguments are ignored.
 
         Raises: ApiError: the server is shutting down.
         """

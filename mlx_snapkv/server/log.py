@@ -5,7 +5,7 @@ import re
 
 log = logging.getLogger("mlx_snapkv.server")
 
-# Further kinds of warning are not logged, because clients could cause any number of them.
+# Maximum number of kinds of warning to log. Clients could cause any number of them.
 MAX_KINDS = 1000
 KIND_LENGTH = 120  # kinds are compared by this many leading characters
 

@@ -24,7 +24,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 
 def _model(name: str, request: Request) -> dict[str, Any]:
-    """Return a description that calls the served model `name`. The context length is null if unknown."""
+    """Return a description of the served model under the given name. The context length is null if unknown."""
     created: int = request.app.state.created
     context = request.app.state.engine.context
     return {

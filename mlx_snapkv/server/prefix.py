@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-# A prefix covers another one if at most this share of the other prefix would have to be read again.
+# A prefix covers (can replace) another one if at most this share of the other's tokens would have to be read again.
 MAX_REREAD_SHARE = 1 / 16
 
 

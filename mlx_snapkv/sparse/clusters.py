@@ -80,7 +80,7 @@ class Clusters(NamedTuple):
         return sizes
 
     def sizes_where(self, is_counted: mx.array) -> mx.array:
-        """Return how many of each query's entries are in each cluster, int32 `(B, n_kv_heads, m, n_clusters)`.
+        """Count the entries that `is_counted` marks for each query, by cluster: int32 `(B, n_kv_heads, m, n_clusters)`.
 
         Args:
             is_counted: mask of the entries to count for each of `m` queries, bool `(B, n_kv_heads, m, n)`.

@@ -49,9 +49,9 @@ class FullView(Entries):
         return self._joined_view.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """Return a copy of this view that can be continued with `view`, whose entries come after this view's.
+        """Return a copy of this view to which `extend` can add entries of `view`, which come after this view's own.
 
-        The copy has the current entries and a copy of the index. `extend` then adds entries of `view`.
+        The copy starts with the current entries and a copy of the index.
         """
         these_entries = JoinedView([self._joined_view])
         these_entries.limit = len(self)  # because the stores may grow
@@ -81,7 +81,7 @@ class FullView(Entries):
 
         Args:
             queries: sample of queries that sets the channel weights, `(B, n_heads, n, head_dim)`. If several layers
-                read the entries, it has the query heads of all these layers. None weighs all channels equally.
+                read the entries, it has the query heads of all these layers. None gives all channels the weight 1.
         """
         n_keys = len(self)
         if not ranks_by_index(n_keys):

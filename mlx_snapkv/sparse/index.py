@@ -47,7 +47,7 @@ class KeyIndex:
         keys: sample of keys that the components are computed from, `(B, n_kv_heads, n, head_dim)`. The sample itself is
             not indexed.
         queries: sample of queries that sets the channel weights, `(B, n_heads, m, head_dim)`, with the heads of a GQA
-            group adjacent. None weighs all channels equally.
+            group adjacent. None gives all channels the weight 1.
         make_spill: creates a file for codes that don't stay in memory; see `GrowingRows`.
 
     Attributes:

@@ -66,8 +66,8 @@ class Reach(NamedTuple):
     def first_choice_position(self, n_prompt: int, n_earlier: int = 0) -> int:
         """Return an upper bound on the position of the first chunk that chooses entries.
 
-        If this bound is not before the prompt's last tokens, return `n_prompt`, because the last tokens have a
-        different reach.
+        If this bound is not before the prompt's last tokens, return `n_prompt`, because the bound does not hold for the
+        last tokens, which have a different reach.
 
         Args:
             n_prompt: prompt length in tokens.

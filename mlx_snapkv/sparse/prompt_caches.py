@@ -92,8 +92,8 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 def move_entries(model, caches: list, *, into: list) -> None:
     """Move the entries of full-attention layers from `caches` to the stores of the empty caches `into`.
 
-    In `caches`, each of these layers' caches is replaced by the cache that then has its entries. A compressed cache is
-    not replaced, nor is a cache whose store has the same name and quantisation as the layer's store in `into`.
+    In `caches`, the cache of each of these layers is replaced by the one that received its entries. A compressed cache
+    is not replaced, nor is a cache whose store has the same name and quantisation as the layer's store in `into`.
 
     Raises: SnapKVError: a layer's cache is missing entries, or a store in `into` can't be written.
     """
@@ -145,7 +145,7 @@ def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
     new_store, old_store = layer_cache(empty_cache).store, source.store
     if source.is_compressed or _is_same_store(new_store, old_store):
         if new_store is not None and old_store is not None:
-            old_store.folder = new_store.folder  # where later entries go
+            old_store.folder = new_store.folder  # for files created from now on
         return cache
     if not has_all_entries(cache):
         raise SnapKVError(

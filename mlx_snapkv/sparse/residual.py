@@ -7,7 +7,7 @@ A head gives a cluster's mean key the logit
 Each head has its own mass `a` and temperature `t`. The product `scale * (q . mean key)` is the mean of the logits of
 the cluster's entries. By Jensen's inequality, the exponential of this mean never exceeds the mean of the exponentials.
 So with a = t = 1, the weight of a cluster without read entries is never too large before normalisation. But a head may
-weigh the values in a cluster unevenly, so the mean value represents the cluster better for some heads than for others.
+weight the values in a cluster unevenly, so the mean value represents the cluster better for some heads than others.
 Mass and temperature are therefore chosen for each head at the end of the prompt: full attention is computed for the
 last queries, and the pair that comes closest to its output is chosen. RetroInfer (Chen et al., 2025, arXiv:2505.02922)
 also uses clusters, with a = t = 1. SparQ (Ribar et al., 2024, arXiv:2312.04985) uses one mean value for all unread
@@ -45,7 +45,7 @@ SMALLEST_MASS = 1e-30
 
 
 class Residual(NamedTuple):
-    """A layer's clusters, and each head's factors for weighing the cluster means.
+    """A layer's clusters, and each head's factors for weighting the cluster means.
 
     Attributes:
         clusters: clusters of all entries.

@@ -29,7 +29,7 @@ class ExpectedAttention(Policy):
     """
 
     name = "expected_attention"
-    summary = "the attention that queries like those so far would give, times the value's size"
+    summary = "the attention that queries like the prompt's would give, times the value's size"
     paper = "Devoto et al. 2025, arXiv:2510.00636"
 
     n_sink: int = 4

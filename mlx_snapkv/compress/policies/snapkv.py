@@ -10,8 +10,8 @@ from ...errors import SnapKVError
 from ...hyperparameters import choice, count, entry_count, smallest_budget
 from ..policy import Policy
 
-# pool="forward" compares the prompt's last 32 queries with all earlier ones, and its last 64 queries with all before
-# those.
+# pool="forward" compares the votes of the prompt's last 32 queries with all earlier votes, and does the same for its
+# last 64 queries.
 LATEST_COUNTS = (32, 64)
 
 
@@ -26,8 +26,9 @@ class SnapKV(Policy):
         budget: total number of entries to keep, or a share of the prompt ("25%"). Set either this or `top_k`. Defaults
             to the smallest budget that fits the sink, the window and `top_k` entries.
         obs_window: number of queries at the end of the prompt that vote (the paper's L_obs).
-        pool_kernel: number of adjacent entries over which votes are pooled, including the entry itself (section 4.1),
-            ideally about the length in tokens of the names or codes to look up. 1 disables pooling.
+        pool_kernel: number of adjacent entries over which an entry's votes are pooled, including the entry itself
+            (section 4.1). A good value is about the length in tokens of the names or codes to look up. 1 disables
+            pooling.
         pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd `pool_kernel`.
             "forward" scores an entry by the largest of three numbers: its mean vote, which is best for plain text, and
             two contrasts, which are best for looking up exact names or codes. A contrast is the mean vote of the
@@ -79,7 +80,7 @@ class SnapKV(Policy):
             leaves_room_for_top_k = budget is not None
             self._require("n_window", leaves_room_for_top_k, "less than all of the budget")
             object.__setattr__(self, "budget", budget)
-            super().__post_init__()  # checks the derived budget, too
+            super().__post_init__()  # also checks the derived budget
         else:
             self._derive_top_k()
 
@@ -110,8 +111,9 @@ class SnapKV(Policy):
     def score(self, entries: Entries) -> mx.array:
         """Return the entries' scores, `(B, n_kv_heads, T)` float32.
 
-        With pool="forward", a score is the entry's mean vote or, if larger, its largest pooled contrast. Otherwise, it
-        is the pooled sum of the entry's votes. In the sink and the window, nothing is pooled and no contrast counts.
+        With pool="forward", a score is the entry's mean vote or, if larger, its largest pooled contrast. With "avg" or
+        "max", it is the pooled sum of the entry's votes. In the sink and the window, nothing is pooled, and contrasts
+        are ignored.
         """
         quota = entries.quota or self.quota(len(entries))
         # The entries between the sink and the window, which are kept or evicted by vote.
@@ -132,7 +134,7 @@ class SnapKV(Policy):
 
 
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
-    """Return each entry's mean vote, `(B, n_kv_heads, T)` float32, and its contrasts, `(n, B, n_kv_heads, T)`.
+    """Return each entry's mean vote, `(B, n_kv_heads, T)` float32, and its `n` contrasts, `(n, B, n_kv_heads, T)`.
 
     A query's vote is the attention that it gives an entry, averaged over the query heads of a GQA group.
 

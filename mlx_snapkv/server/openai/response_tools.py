@@ -36,7 +36,7 @@ InNamespace = Annotated[
 
 
 class Namespace(BodyModel):
-    """An MCP server's tools in Codex's format. Names are unique within the namespace."""
+    """An MCP server's tools in Codex's format. Their names are unique only within the namespace."""
 
     type: Literal["namespace"]
     name: Name

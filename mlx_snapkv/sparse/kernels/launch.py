@@ -5,7 +5,7 @@ counts are passed in the array `params`, so that kernels are not recompiled when
 
     0 means             4 entries                8 items per split                  11 capacity of codes
     1 chosen entries    5 prompt entries         9 splits                           12 capacity of cluster ids
-    2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 threadgroups of `score`
+    2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 `score` threadgroups per KV head
     3 choice_stop       7 capacity of own_keys
 
 An item is an entry or a cluster mean that the token reads. The items are divided into splits, which `attend` processes
@@ -61,7 +61,7 @@ Buffer = tuple[mx.array, mx.array]  # keys and values `(1, n_kv_heads, capacity,
 
 
 class Means(NamedTuple):
-    """Cluster means, and the factors that weigh them.
+    """Cluster means, with the counts and factors that set their weights.
 
     Attributes:
         keys: mean keys `(1, n_kv_heads, n_means, head_dim)`, in the queries' dtype.

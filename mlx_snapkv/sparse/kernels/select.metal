@@ -17,7 +17,8 @@
   threadgroup atomic_uint histogram[256], selected[MAX_MEANS];
   threadgroup float largest[GROUP];
   threadgroup uint simd_better[SIMD_GROUPS], simd_equal[SIMD_GROUPS];
-  // cut[0]: the bits of the last selected rank, as far as known. cut[1]: how many entries with these bits to select.
+  // cut[0]: the bits of the last selected rank that are known so far. cut[1]: number of entries to select among those
+  // whose rank has these bits.
   threadgroup uint cut[2];
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
   const uint simd = simdgroup_index_in_threadgroup, kv_head = threadgroup_position_in_grid.x;
