@@ -29,13 +29,13 @@ def require_match(prompt_cache: list, model) -> None:
     model_places = [(slot.cache_index, slot.member) for slot in model_slots]
     if loaded_places != model_places:
         raise SnapKVError(
-            f"it has {len(loaded_slots)} caches, the model {len(model_slots)}, or in other lists"
+            f"it has {len(loaded_slots)} caches and the model has {len(model_slots)}, or their lists differ"
         )
     for number, (loaded_slot, model_slot) in enumerate(zip(loaded_slots, model_slots)):
         try:
             problem = mismatch(loaded_slot.cache, model_slot.cache)
         except Exception:  # the loaded state does not fit the class
-            problem = "holds something else than its class says"
+            problem = "holds something other than its class says"
         if problem is not None:
             class_name = type(loaded_slot.cache).__name__
             raise SnapKVError(f"cache {number}, a {class_name}, {problem}")
@@ -82,7 +82,7 @@ def mismatch(cache: Any, model_cache: Any) -> str | None:
         return f"is where the model has a {type(model_cache).__name__}"
     if cache.empty() or model_cache.empty():
         both_are_empty = cache.empty() == model_cache.empty()
-        return None if both_are_empty else "holds other tokens than other caches"
+        return None if both_are_empty else "holds different tokens from the other caches"
     if not isinstance(cache, KV_CACHE_CLASSES):
         is_arrays_cache = hasattr(cache, "cache")
         # Compare rows only for an `ArraysCache`, whose shapes don't depend on the number of tokens.

@@ -149,7 +149,7 @@ class Recorder:
         n_readers = 1 if self.layer is None else len(self.layer.readers)
         if n_readers == 1 and captured.from_borrower:
             raise SnapKVError(
-                "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
+                "other layers also read these entries: make the prompt cache with mlx_snapkv.prefill"
             )
         # The layer's own call precedes the borrowers' calls, and starts a new list.
         earlier_readers = self._queries_by_reader if captured.from_borrower else []

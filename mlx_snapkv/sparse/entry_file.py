@@ -204,7 +204,7 @@ class SavedFile(EntryFile):
             first_damaged_piece = pieces[~is_intact][0]
             damage_start = first_damaged_piece * self._piece_size * self.layout.token_bytes
             raise EntryFileError(
-                f"{self.path} is damaged: a checksum does not fit from byte {damage_start:,} on; "
+                f"{self.path} is damaged: a checksum does not match from byte {damage_start:,} on; "
                 "put back the file that was saved, or save the prompt again",
                 self.path,
             )
@@ -256,10 +256,10 @@ def write_error(error: OSError, folder: str | None) -> EntryFileError:
     """Build the error for a file that can't be created or written in `folder`."""
     has_too_many_open_files = error.errno == errno.EMFILE
     if has_too_many_open_files:
-        reason_and_remedy = f"{error.strerror}; run ulimit -n 4096 before it"
+        reason_and_remedy = f"{error.strerror}; run ulimit -n 4096 first"
     else:
         reason = error.strerror or error
-        reason_and_remedy = f"{reason}; set TMPDIR or --store-dir to a folder with room"
+        reason_and_remedy = f"{reason}; set TMPDIR or --store-dir to a folder with enough space"
     return EntryFileError(
         f"entries can't be kept in a file in {folder or tempfile.gettempdir()}: {reason_and_remedy}, "
         "or use another store"

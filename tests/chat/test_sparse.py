@@ -74,7 +74,7 @@ def held(conversation):
 
 @contextlib.contextmanager
 def full():
-    words = "can't be kept in a file.*; set TMPDIR or --store-dir to a folder with room"
+    words = "can't be kept in a file.*; set TMPDIR or --store-dir to a folder with enough space"
     with full_disk(100_000), pytest.raises(SnapKVError, match=words):
         yield
 

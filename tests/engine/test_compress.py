@@ -58,7 +58,7 @@ def test_caches_that_no_model_fills_like_this_are_refused(tokens):
     model = make_llama()
     caches, queries = filled_cache(model, tokens, 16)
     caches[1].trim(10)
-    with pytest.raises(SnapKVError, match="all layers must hold equally many tokens"):
+    with pytest.raises(SnapKVError, match="all layers must hold the same number of tokens"):
         compress_prompt_cache(model, caches, POLICY, queries=queries)
     with pytest.raises(SnapKVError, match="'llama' has no full-attention layer"):
         compress_prompt_cache(model, [RotatingKVCache(8), RotatingKVCache(8)], POLICY)

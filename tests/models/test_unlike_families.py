@@ -146,6 +146,6 @@ def test_lent_entries_need_a_cache_that_knows_its_readers():
     caches[3] = RecordingKVCache(0, 64, 64)
     with (
         recording(attention_classes(model)),
-        pytest.raises(SnapKVError, match="other layers read these entries, too"),
+        pytest.raises(SnapKVError, match="other layers also read these entries"),
     ):
         model(TOKENS[None], cache=caches)

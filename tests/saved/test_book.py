@@ -103,7 +103,7 @@ def test_a_book_may_be_moved_with_its_folder_and_opening_reads_no_entries(path, 
     for file in beside(moved, "*.entries/*"):
         file.write_bytes(bytes(file.stat().st_size))
     cache = saved.load(moved, model).prompt_cache
-    with pytest.raises(SnapKVError, match=r"000\.keys is damaged: a checksum does not fit"):
+    with pytest.raises(SnapKVError, match=r"000\.keys is damaged: a checksum does not match"):
         asked(model, cache)
     shutil.rmtree(*beside(moved))
     gone = r"can't be used: .*\.entries, is missing: keep it beside the file"

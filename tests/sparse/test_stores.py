@@ -217,7 +217,7 @@ def test_a_piece_is_checked_when_it_is_first_read_and_only_then(tmp_path, kind):
     early = mx.broadcast_to(mx.arange(10, dtype=mx.uint32), (*HEADS, 10))
     store.read(KEYS, 0, 10)
     store.gather(early)
-    words = rf"{paths[kind]} is damaged: a checksum does not fit from byte \d[\d,]* on; put back"
+    words = rf"{paths[kind]} is damaged: a checksum does not match from byte \d[\d,]* on; put back"
     for read in (lambda: store.gather(early + 31), store.entries):
         for _ in range(2):  # a second read must fail, too
             with pytest.raises(SnapKVError, match=words):

@@ -41,11 +41,11 @@ def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     if mx.default_device().type != mx.gpu:
         return "MLX computes on the CPU"
     if head_dim not in HEAD_SIZES:
-        return f"heads have {head_dim} channels; the kernels know {', '.join(map(str, HEAD_SIZES))}"
+        return f"heads have {head_dim} channels; the kernels support {', '.join(map(str, HEAD_SIZES))}"
     if not 1 <= group <= MAX_GROUP:
-        return f"{group} query heads share a KV head; the kernels know 1 to {MAX_GROUP}"
+        return f"{group} query heads share a KV head; the kernels support 1 to {MAX_GROUP}"
     if dtype not in DTYPES:
-        return f"the kernels do not know {str(dtype).removeprefix('mlx.core.')}"
+        return f"the kernels do not support {str(dtype).removeprefix('mlx.core.')}"
     return _self_test_failure(head_dim, group, dtype)
 
 
@@ -79,9 +79,9 @@ def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | Non
     mx.eval(positions, n_unread)
     with mx.stream(mx.cpu):
         if not case.are_best_positions(positions):
-            return "the kernels choose other entries than the plain path"
+            return "the kernels choose different entries from the plain path"
         if not mx.array_equal(n_unread, case.residual.count_unread(positions)).item():
-            return "the kernels count other unread entries than the plain path"
+            return "the kernels count unread entries differently from the plain path"
     output = attend(
         case.queries,
         case.prompt,
