@@ -86,7 +86,7 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/measure_quality.py
 	$(RUN) scripts/quality_picture.py
 	$(RUN) scripts/measure_facts.py
-	$(RUN) scripts/measure_sparse.py --lengths 2048 4096 --documents 2
+	$(RUN) scripts/measure_sparse.py --lengths 4096 6000 --documents 2
 	$(RUN) scripts/measure_residual.py
 	$(RUN) scripts/measure_residual.py --models real-models/$(LARGER) --text real-models/code --documents 2 --out docs/residual-code
 	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 7

@@ -4,8 +4,9 @@
     python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 4096
     python scripts/measure_sparse.py --models MODEL; make docs
 
-A text is read twice: with the full cache, and in chunks that choose entries. After each reading, the following tokens
-are decoded from all entries, so only the prefill differs. Answers to needle questions are scored in the same way.
+A text is read with the full cache, and then in chunks that choose entries, once for each number of entries. After each
+reading, the following tokens are decoded from all entries, so only the prefill differs. Answers to needle questions are
+scored in the same way.
 """
 
 import itertools
@@ -75,7 +76,7 @@ def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
     kind, _, following = case
     full_logprobs = predictions(model, case, None)
     for top_k in top_ks:
-        logprobs = predictions(model, case, Sparse(read_top_k=top_k))
+        logprobs = predictions(model, case, Sparse(read_top_k=top_k, when="always"))
         is_right = mx.argmax(logprobs, axis=-1) == mx.array(following)
         yield {
             "kind": kind,
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
     parser.add_argument("--ruler", type=Path, default=ROOT / "real-models" / "ruler")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 6000])
     parser.add_argument("--top-k", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--documents", type=int, default=4, help="texts and needles")
     args = parser.parse_args()

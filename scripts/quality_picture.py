@@ -9,6 +9,7 @@ from typing import Any
 from readme_results import COMPARED, predictions_on_texts
 from results_page import ROOT
 
+from mlx_snapkv.measure.intervals import LEAST_TEXTS
 from mlx_snapkv.measure.tables import put_figure
 
 LENGTH = 1400  # tokens of the texts that are drawn
@@ -16,10 +17,16 @@ BAR_HEIGHT = 0.8 / len(COMPARED)
 
 
 def measured_texts() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """Yield a label for each model and kind of text, and the KL by method, with its interval."""
+    """Yield a label for each model and kind of text, and the KL by method, with its interval.
+
+    With fewer than `LEAST_TEXTS` texts, the interval is empty.
+    """
     for part, kind, by_method in predictions_on_texts():
         if part["length"] == LENGTH:
-            yield f"{part['model']}, {kind}", {name: row["kl"] for name, row in by_method.items()}
+            kl = {name: row["kl"] for name, row in by_method.items()}
+            if any(row["texts"] < LEAST_TEXTS for row in by_method.values()):
+                kl = {name: dict.fromkeys(("mean", "low", "high"), kl[name]["mean"]) for name in kl}
+            yield f"{part['model']}, {kind}", kl
 
 
 def figure() -> Any:

@@ -1,24 +1,27 @@
 """Build the README's results tables: facts found, predictions and memory."""
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 from model_shapes import llama_8b
 from results_page import load, right, table
 
-from mlx_snapkv.measure.intervals import interval
+from mlx_snapkv.measure.intervals import LEAST_TEXTS, interval
 from mlx_snapkv.measure.methods import FULL_CACHE
+from mlx_snapkv.planning import scores
 from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.units import format_bytes
 
-PLANNED_CONTEXTS = 8192, 32768, 131072
+PLANNED_CONTEXTS = 32768, 131072
 PLANNED = {
     "full cache": None,
-    "`--sparse budget=6.25%`": "sparse:budget=6.25%",
     "`--snapkv top_k=4096`": "snapkv:top_k=4096",
+    "`--sparse budget=6.25%`": "sparse:budget=6.25%",
+    "`--sparse budget=6.25% --store 4bit`": "sparse:budget=6.25%,store=4bit",
+    "`--sparse top_k=1024 --store file`": "sparse:top_k=1024,store=file",
     '`--policy "keydiff:budget=8192 then snapkv:top_k=2048"`': "keydiff:budget=8192 then snapkv:top_k=2048",
 }
 # Column heading -> method.
@@ -38,20 +41,23 @@ NAMES = {
 def results() -> list[str]:
     """Return the tables, each after a sentence that explains it."""
     return [
-        "**Facts found**: RULER's score, of 100. Policies keep 1/8 of the entries; with sparse attention a token reads "
-        "1/16 of them. The last row is a conversation with a built-in model, in which policies keep 1/16.",
+        "**Facts found**: RULER's score, of 100. Policies evict once and keep 1/8 of the entries; with sparse "
+        "attention a token reads 1/16 of them. The last row is a conversation with a built-in model, in which policies "
+        "keep 1/16. There KeyDiff has `n_window=10%` and evicts in blocks, so it holds up to 1/8."
+        + "".join(f" {sentence}" for sentence in _gains()),
         "",
         *table(("model", "asked", "full cache", *COMPARED), [*_scores(), _conversation()]),
         "",
-        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after a text, with 95% intervals. "
-        "StreamingLLM keeps the first and the last entries, whatever the text says.",
+        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after a text, with 95% intervals from "
+        f"{LEAST_TEXTS} texts on. StreamingLLM keeps the first and the last entries, whatever the text says.",
         "",
         *table(("model", "texts", *COMPARED), _predictions()),
         "",
-        "**KV memory**, by arithmetic, for an 8B model (32 layers, 8 KV heads of 128, bfloat16): what an answer is "
-        "decoded from, as `mlx-snapkv plan` prints it.",
+        "**Memory besides the weights**, by arithmetic, for an 8B model (32 layers, 8 KV heads of 128, bfloat16) on a "
+        "Mac: the peak while the prompt is read, and what its answer is decoded from. `mlx-snapkv plan --model MODEL` "
+        "prints such figures, with the weights. Real models were measured with at most 16,384 tokens.",
         "",
-        *table(("prompt", *PLANNED), _memory()),
+        *table(("setting", *_memory_headings()), _memory()),
     ]
 
 
@@ -83,28 +89,55 @@ def _predictions() -> list[tuple[str, ...]]:
         n_texts = by_method[FULL_CACHE]["pieces"]
         texts = f"{n_texts} texts of {part['length']:,} tokens of {kind}"
         cells = (
-            interval(by_method[method]["kl"], ".3f") if method in by_method else ""
+            interval(by_method[method]["kl"], ".3f", by_method[method]["texts"])
+            if method in by_method
+            else ""
             for method in COMPARED.values()
         )
         rows.append((part["model"], texts, *cells))
     return rows
 
 
-def _scores() -> list[tuple[str, ...]]:
-    """Return RULER's scores with the question known, with one row per model and length."""
-    rows = []
+def _ruler_parts() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Yield the model and the rows by method of each part with RULER's scores with the question known."""
     for part in named_parts():
         by_method = {row["method"]: row for row in part["summary"] if row["setting"] == "known"}
-        if part["task"] != "data" or not _is_shown(by_method):
-            continue
+        if part["task"] == "data" and _is_shown(by_method):
+            yield part["model"], by_method
+
+
+def _scores() -> list[tuple[str, ...]]:
+    """Return RULER's scores, with one row per model and length."""
+    rows = []
+    for model, by_method in _ruler_parts():
         full = by_method[FULL_CACHE]
-        asked = f"{full['asked']} questions of {full['length']:,} tokens"
+        asked = f"{full['asked']} questions, prompts of at most {full['length']:,} tokens"
         cells = (
             _score_text(by_method[method]) if method in by_method else ""
             for method in (FULL_CACHE, *COMPARED.values())
         )
-        rows.append((part["model"], asked, *cells))
+        rows.append((model, asked, *cells))
     return rows
+
+
+def _gains() -> Iterator[str]:
+    """Yield a sentence for each row of `_scores` in which sparse attention exceeds the full cache, with the tasks."""
+    for model, by_method in _ruler_parts():
+        full, sparse = by_method[FULL_CACHE], by_method[COMPARED["sparse"]]
+        if sparse["score"] <= full["score"]:
+            continue
+        n_questions = full["asked"] // len(full["by_task"])
+        tasks = []
+        full_scores = []
+        for task, score in sparse["by_task"].items():
+            full_score = full["by_task"][task]
+            if score > full_score:
+                tasks.append(
+                    f"`{task}` ({100 * score:.0f} against {100 * full_score:.0f} in {n_questions} questions)"
+                )
+                full_scores.append(full_score)
+        fails = "" if max(full_scores) >= 0.5 else ", at which the full cache fails"
+        yield f"{model} gains with sparse attention only in {' and '.join(tasks)}{fails}."
 
 
 def _is_shown(by_method: dict[str, Any]) -> bool:
@@ -124,12 +157,14 @@ def _conversation() -> tuple[str, ...]:
         for row in result["rows"]
         if row["table"] == "memories" and row["model"] == "demo"
     }
-    asked = f"{result['facts']} facts of {result['tokens']:,} tokens, one a turn"
+    asked = (
+        f"{result['facts']} facts in each of {result['documents']} texts of {result['tokens']:,} tokens, one question "
+        "a turn"
+    )
     names = ("full cache", "SnapKV", "", "KeyDiff", "sparse, memory")
     return "`demo`", asked, *(right(by_name[name]) if name else "" for name in names)
 
 
-@cache
 def _planner() -> Planner:
     """Return a planner for a bfloat16 model in the shape of Llama 3.1 8B, whose weights are never computed."""
     model = llama_8b()
@@ -137,11 +172,22 @@ def _planner() -> Planner:
     return Planner(model)
 
 
-def _memory() -> list[tuple[str, ...]]:
-    """Return the KV memory that `mlx-snapkv plan` computes, with one row per context length."""
-    planner = _planner()
-    rows = []
+def _memory_headings() -> Iterator[str]:
+    """Yield the headings of the columns of `_memory`."""
     for context in PLANNED_CONTEXTS:
-        cells = (format_bytes(planner.plan(context, policy).kv) for policy in PLANNED.values())
-        rows.append((f"{context:,} tokens", *cells))
+        yield f"reading {context:,} tokens"
+        yield "answering"
+
+
+def _memory() -> list[tuple[str, ...]]:
+    """Return the memory that `mlx-snapkv plan` computes on a Mac, without the weights, with one row per setting."""
+    rows = []
+    with mock.patch.object(scores, "on_gpu", return_value=True):
+        planner = _planner()
+        for setting, policy in PLANNED.items():
+            cells = [setting]
+            for context in PLANNED_CONTEXTS:
+                plan = planner.plan(context, policy)
+                cells += [format_bytes(plan.reading - plan.weights), format_bytes(plan.kv)]
+            rows.append(tuple(cells))
     return rows

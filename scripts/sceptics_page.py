@@ -1,26 +1,22 @@
-"""Build the table of what eviction loses, for the sceptics page."""
+"""Build the tables of what eviction loses and of facts that are still found, for the page for sceptics."""
 
 from collections.abc import Iterator
-from typing import Any
 
+from quality_page import entries_text
 from readme_results import named_parts
-from results_page import table
+from results_page import Row, load, table, written_by
 
 from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.tables import grouped
+from mlx_snapkv.sparse.options import Sparse
 
-MOST_LOSSES = 12
-LEAST_LOSS = 0.2  # RULER's best score is 1
 SETTINGS = {"known": "at the prompt's end", "later": "after the compression"}
 
 
 def losses() -> list[str]:
-    """Return a table of the RULER tasks on which policies lose most, with the largest loss first.
-
-    Each policy has one row per task and setting, for the model on which it loses most.
-    """
+    """Return a table of each policy's largest loss in a RULER task, with the largest loss first."""
     worst_first = sorted(_losses(), key=lambda loss: loss["with policy"] - loss["full cache"])
-    losses_by_key = grouped(worst_first, "task", "setting", "method")
+    losses_by_key = grouped(worst_first, "setting", "method")
     worst_losses = [key_losses[0] for key_losses in losses_by_key.values()]
     rows = [
         (
@@ -28,27 +24,36 @@ def losses() -> list[str]:
             f"`{loss['task']}` ({loss['asked']})",
             SETTINGS[loss["setting"]],
             f"`{loss['method']}`",
+            loss["entries"],
             f"{100 * loss['full cache']:.0f}",
             f"{100 * loss['with policy']:.0f}",
         )
-        for loss in worst_losses[:MOST_LOSSES]
+        for loss in worst_losses
     ]
-    header = "model, tokens", "task (questions)", "question", "policy", "full cache", "with policy"
-    return table(header, rows)
+    header = (
+        "model, tokens at most",
+        "task (questions)",
+        "question",
+        "policy",
+        "entries at most",
+        "full cache",
+        "with policy",
+    )
+    return [written_by(load("quality")), "", *table(header, rows)]
 
 
-def _losses() -> Iterator[dict[str, Any]]:
-    """Yield each task on which SnapKV or KeyDiff loses at least `LEAST_LOSS`."""
+def _losses() -> Iterator[Row]:
+    """Yield each task in which a policy has a lower score than the full cache."""
     for part in named_parts():
         if part["task"] != "data":
             continue
         full_rows = {row["setting"]: row for row in part["summary"] if row["method"] == FULL_CACHE}
         for row in part["summary"]:
-            if not row["method"].startswith(("snapkv", "keydiff")):
+            if row["method"].startswith(Sparse.name):
                 continue
             full_scores = full_rows[row["setting"]]["by_task"]
             for task, score in row["by_task"].items():
-                if full_scores[task] - score >= LEAST_LOSS:
+                if score < full_scores[task]:
                     yield {
                         "model": part["model"],
                         "length": row["length"],
@@ -56,6 +61,7 @@ def _losses() -> Iterator[dict[str, Any]]:
                         "asked": row["asked"] // len(row["by_task"]),
                         "setting": row["setting"],
                         "method": row["method"],
+                        "entries": entries_text(row),
                         "full cache": full_scores[task],
                         "with policy": score,
                     }

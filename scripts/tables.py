@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Callable
 
+import associations_page
 import policies_page
 import readme_results
 import sceptics_page
@@ -279,6 +280,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "reading": sparse_page.reading,
     "residual": sparse_page.residual,
     "losses": sceptics_page.losses,
+    "kept": associations_page.kept,
     "agents": agents,
     "agents-context": agents_context,
 }

@@ -27,6 +27,7 @@ MODELS = """# Model types
 
 Look up here whether your model's type can be compressed, and whether it can use sparse attention. \
 {n_supported} of mlx-lm's model types can be compressed, and {n_refused} are refused by name. \
+{n_sparse} of those that can be compressed can also use sparse attention. \
 The conformance test (`tests/models/test_conformance.py`) runs each supported type as a tiny random model. \
 It checks three things: the recorded queries equal those of the attention call bit for bit, \
 the votes equal those of its softmax, and decoding with all entries kept equals mlx-lm's. \
@@ -85,6 +86,7 @@ def models_page() -> str:
     return MODELS.format(
         n_supported=len(SUPPORTED),
         n_refused=len(REFUSED),
+        n_sparse=sum(not any(f.no_sparse for f in families) for families in SUPPORTED.values()),
         supported="\n".join(table(("model type", "also loads", "note"), supported_types())),
         refused="\n".join(table(("model type", "also loads", "why"), refused_types())),
     )

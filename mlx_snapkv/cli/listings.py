@@ -37,8 +37,8 @@ The full cache: every token reads all entries, and no option is needed.
 {ASK}
 benchmarks.md#planning-memory
 
-one question about a long text, and little memory
-SnapKV: the question's tokens vote for the entries that the answer needs, and all others leave memory.
+a long answer about a text that fits in memory
+SnapKV reads the text with the full cache. Then the question's tokens vote for entries, and all others leave memory.
 {ASK} --snapkv top_k=4096
 quality.md
 
@@ -48,7 +48,7 @@ mlx-snapkv chat --model MODEL --sparse budget=6.25% --store 4bit
 sparse.md#facts-found-in-conversations
 
 an agent, or several clients at once
-A prefix that several prompts share is read once, and answers are decoded together.
+A turn of a conversation reads only what is new, and answers to several clients are decoded together.
 mlx-snapkv serve --model MODEL
 server.md#comparison-with-mlx-lms-server
 
@@ -67,8 +67,8 @@ All entries are saved, since the questions are not known yet; generate --prompt-
 mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors --sparse budget=6.25%
 sparse.md#follow-ups-and-saved-prompts
 
-the least memory, during prefill and decoding
-KeyDiff evicts before it sees the question, and at 1/4 loses half of the needles. The question chooses from the rest.
+one question about a long text, and the least memory
+KeyDiff evicts before it sees the question (at 1/4 it lost half of the needles). SnapKV chooses among what is left.
 {ASK} --kv-bits 4 --policy "keydiff:budget=8192 then snapkv:top_k=2048"
 quality.md benchmarks.md#decoding-and-reading
 """

@@ -76,9 +76,7 @@ def compress_prompt_cache(
         )
     lengths = {layer.layer_cache_in(prompt_cache).offset for layer in layers}
     if len(lengths) != 1:
-        raise SnapKVError(
-            f"all layers must hold the same number of tokens, got {sorted(lengths)}"
-        )
+        raise SnapKVError(f"all layers must hold the same number of tokens, got {sorted(lengths)}")
     (n_prompt,) = lengths
     report = CompressionReport(str(compress), n_prompt)
     config = CompressionConfig(compress, quantization=quantization)

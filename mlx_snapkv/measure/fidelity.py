@@ -26,7 +26,7 @@ from ..planning.settings import Setting
 from ..planning.units import format_bytes
 from ..sparse.options import Sparse
 from .divergence import Reference
-from .intervals import difference, interval
+from .intervals import LEAST_TEXTS, difference, interval
 from .methods import FULL_CACHE, KNOWN, LATER, Method
 from .reading import Reading, lookahead_of, read_once, read_sparsely, shares_reading
 from .records import Results
@@ -41,9 +41,10 @@ FIDELITY_REMARK = (
     "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
     "than the first policy's. Same token: the share of tokens for which both predict the same token. Loss: the full "
     "cache's mean negative log-probability of the text's own tokens, in nats, and how much higher a policy's is. All "
-    "figures are means over a piece's scored tokens, then over the pieces; 95% intervals are paired and bootstrapped "
-    "over texts. Entries: kept per KV head, the mean over layers. KV memory: the entries held at the compression, "
-    "without spare room."
+    "figures are means over a piece's scored tokens, then over the pieces. The 95% intervals are paired and "
+    f"bootstrapped over texts; there are none for fewer than {LEAST_TEXTS} texts. Entries: kept per KV head, or read "
+    "by a token with sparse attention; the mean over layers. KV memory: the entries held at the compression, without "
+    "spare room; with sparse attention, all entries in memory and those that one token reads."
 )
 # Title and remark of each setting's table.
 SETTING_TEXTS = {
@@ -347,23 +348,18 @@ def _table(summary: Summary, setting: str) -> Table:
     """Return a setting's table, with one row per method."""
     heading, _ = SETTING_TEXTS[setting]
     policy_rows = [row for row in summary if not _is_full_cache(row)]
-
-    def with_interval(figure: dict[str, float], number_format: str) -> str:
-        has_several_texts = summary[0]["texts"] > 1
-        if has_several_texts:
-            return interval(figure, number_format)
-        return format(figure["mean"], number_format)
+    n_texts = summary[0]["texts"]  # the same for all methods
 
     def kl(row: Record) -> str:
         if _is_full_cache(row):
             return "0"
-        return "not scored" if row["kl"] is None else with_interval(row["kl"], ".3f")
+        return "not scored" if row["kl"] is None else interval(row["kl"], ".3f", n_texts)
 
     def kl_against_first(row: Record) -> str:
         if _is_full_cache(row) or row is policy_rows[0] or row["kl"] is None:
             return ""
         figure = row["kl_against_first"]
-        return "other tokens" if figure is None else with_interval(figure, "+.3f")
+        return "other tokens" if figure is None else interval(figure, "+.3f", n_texts)
 
     def loss(row: Record) -> str:
         if _is_full_cache(row):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
+LEAST_TEXTS = 5  # resampling fewer texts says nothing about other texts
 
 
 def difference(
@@ -64,12 +65,16 @@ def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np
     return sums / n_questions_by_document[resamples].sum(axis=1)
 
 
-def interval(figures: dict[str, float], number_format: str, scale: float = 1) -> str:
-    """Format the mean and the interval of a `difference`, multiplied by `scale`.
+def interval(figures: dict[str, float], number_format: str, n_texts: int, scale: float = 1) -> str:
+    """Format the mean of a `difference` and, if there are at least `LEAST_TEXTS` texts, its interval.
 
-    `number_format` is a format such as ".3f".
+    Args:
+        figures: the difference.
+        number_format: a format such as ".3f".
+        n_texts: number of documents that were resampled, over all tasks.
+        scale: factor for all numbers.
     """
     mean, low, high = (
         format(scale * figures[key], number_format) for key in ("mean", "low", "high")
     )
-    return f"{mean} ({low} to {high})"
+    return mean if n_texts < LEAST_TEXTS else f"{mean} ({low} to {high})"

@@ -197,7 +197,8 @@ def answer_prompt(
     Args:
         model: an mlx-lm model.
         prompt: `(T,)` token ids.
-        cache: a prompt cache, empty or with earlier tokens. Its caches are replaced by the compressed ones.
+        cache: a prompt cache, empty or with earlier tokens. If a policy compresses the prompt, the caches are replaced
+            by compressed ones.
         max_tokens: maximum number of tokens in the answer, at least 1.
         **options: other keyword arguments for `generate_step`.
     """
@@ -218,8 +219,9 @@ def speed_table(rows: list[Row]) -> Table:
         "Decoding and prefill by context length",
         "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
         'for speed. Ratios are to the full cache. "Read": seconds from a random prompt to the first token, including '
-        "selection, and the peak memory of that. Prompts that the full cache does not read are for policies that evict "
-        "during prefill.",
+        "selection, and the peak memory of that. Sparse attention chooses entries in every decoding step; while it "
+        'reads, its option `when` decides ("faster" by default). In rows with tokens/s, its KV memory is that of all '
+        "entries and of the index, plus, once more, that of the entries that a step reads.",
         ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
     )
     full_rows = {row["context"]: row for row in rows if row["contender"] == FULL_CACHE}

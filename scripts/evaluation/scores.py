@@ -5,7 +5,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from statistics import fmean
 
-from mlx_snapkv.measure.intervals import difference, interval
+from mlx_snapkv.measure.intervals import LEAST_TEXTS, difference, interval
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, FULL_CACHE
 from mlx_snapkv.measure.records import Record
 from mlx_snapkv.measure.tables import Page, Summary, Table, grouped, table_of
@@ -13,10 +13,11 @@ from mlx_snapkv.planning.units import format_bytes
 
 SCORES = (
     "All methods answer the same questions. The score, 0 to 100, is the mean over tasks of equal weight. The "
-    "difference to the full cache is paired, with a 95% interval bootstrapped over documents. Question known: the "
-    "compressed prompt contains the question. Question later: the document is compressed before the question is read. "
-    "Entries: kept per KV head, the maximum over layers; a block policy holds up to one block more. KV memory: all "
-    "entries held in memory after the compression, read from the arrays; a full cache's figure may include the answer."
+    f"difference to the full cache is paired. From {LEAST_TEXTS} documents on, it has a 95% interval, bootstrapped "
+    "over documents. Question known: the compressed prompt contains the question. Question later: the document is "
+    "compressed before the question is read. Entries: kept per KV head, the maximum over layers; a block policy holds "
+    "up to one block more. KV memory: all entries held in memory after the compression, read from the arrays; a full "
+    "cache's figure may include the answer."
 )
 BEFORE = (
     "Before compression: the share of the answers' tokens that were decoded before the prompt was compressed, on all "
@@ -27,6 +28,7 @@ BEFORE = (
 def summarise(records: list[Record]) -> Summary:
     """Return a JSON object for each method, setting and length, with scores from 0 to 1.
 
+    `texts` is the number of documents, over all tasks.
     `uncompressed` is the number of prompts that the policy did not compress, and `reason` says why the first one was
     not. `before` is how many of the `answer_tokens` were decoded before the compression.
     """
@@ -54,6 +56,7 @@ def summarise(records: list[Record]) -> Summary:
                 "setting": setting,
                 "length": length,
                 "asked": len(group_records),
+                "texts": len({(record["task"], record["document"]) for record in group_records}),
                 "score": fmean(score_by_task.values()),
                 "by_task": score_by_task,
                 "difference": difference_to_full,
@@ -104,7 +107,9 @@ def _score_table(summary: Summary, heading: str) -> Table:
             return ""
         figures = row["difference"]
         is_equal = not figures["better"] and not figures["worse"]
-        return "0, each scored the same" if is_equal else interval(figures, "+.1f", 100)
+        if is_equal:
+            return "0, each scored the same"
+        return interval(figures, "+.1f", row["texts"], 100)
 
     def before(row: Record) -> str:
         is_full = row["method"] == FULL_CACHE

@@ -185,8 +185,9 @@ def test_the_summary_is_paired_by_piece_and_has_a_table_for_each_setting(records
     text, known, later = tables(summary)
     assert text.columns[4] == "loss" and known.columns[4] == "tokens scored"
     assert [row[0] for row in later.rows] == NAMES and later.rows[0][1] == "0"
-    alone, *_ = tables(summarise([r for r in records if r["document"] == "b"]))
-    assert " to " in text.rows[1][1] and "to" not in alone.rows[1][1]  # one text has no interval
+    many = [r | {"document": f"{i} {r['document']}"} for i in range(3) for r in records]
+    of_six_texts, *_ = tables(summarise(many))
+    assert " to " in of_six_texts.rows[1][1] and "to" not in text.rows[1][1]  # two have no interval
 
 
 def test_tokens_of_zero_probability_add_nothing_to_the_divergence():

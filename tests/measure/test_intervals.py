@@ -16,4 +16,8 @@ def test_the_difference_is_the_mean_of_pairs_and_of_tasks():
     assert (found["low"], found["high"]) == (-1, 0)
     # Tasks weigh equally, with three questions or with one. Their documents are drawn separately.
     found = difference([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 2, 0], ["a", "a", "a", "b"])
-    assert interval(found, "+.1f", 100) == "+50.0 (+50.0 to +50.0)"
+    assert interval(found, "+.1f", 5, 100) == "+50.0 (+50.0 to +50.0)"
+
+
+def test_fewer_than_five_texts_have_no_interval():
+    assert interval({"mean": 0.5, "low": 0.25, "high": 1}, ".2f", 4) == "0.50"

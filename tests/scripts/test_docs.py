@@ -64,8 +64,58 @@ def test_the_page_of_quality_says_what_was_not_scored():
     part = {"summary": [full, own | {"setting": "text", "kl": full["kl"], "same": 0.5}, own]}
     about, *_, row = quality_page._fidelity(part)
     assert about == "2 pieces of 2 files."
-    assert row.endswith("| 0.000 (0.000 to 0.000) | 0.500 | not scored |  | 0.00 |")
-    assert quality_page._fidelity(part)[4].startswith("| `full` | 900 | 5 kB |  |  | 0.000")
+    assert row.endswith("| 0.000 | 0.500 | not scored |  | 0.00 |")
+    assert quality_page._fidelity(part)[4].startswith("| `full` | 900 | 5 kB |  |  | 0.000 |")
+
+
+def test_the_page_of_quality_has_sentences_only_about_its_own_parts():
+    parts = write_docs.load("quality")["parts"]
+    blocks = next(part for part in parts if part["part"] == "ruler-blocks-smollm2")
+    of_blocks, of_nothing = ("\n".join(quality_page._notes(given)) for given in ([blocks], []))
+    assert "shows 1 of the 21 parts" in of_blocks and "Read in blocks" in of_blocks
+    assert "SmolLM2" in of_blocks and "Gemma" not in of_blocks
+    assert "SmolLM2" not in of_nothing and "Read in blocks" not in of_nothing
+
+
+def test_entries_of_policies_that_evict_in_blocks_are_a_range():
+    rows = [
+        {"method": method, "entries": n}
+        for method, n in (("keydiff:budget=25%", 342), ("snapkv:budget=25%", 342), ("full", None))
+    ]
+    assert [quality_page.entries_text(row) for row in rows] == ["342 to 854", "342", "all"]
+
+
+def test_gains_at_tasks_at_which_the_full_cache_fails_show_nothing():
+    full, own, other = (
+        {"method": method, "asked": 8, "score": sum(scores) / 2, "by_task": dict(zip("ab", scores))}
+        for method, scores in (("full cache", (0.25, 1.0)), ("own", (0.5, 1.0)), ("x", (0.0, 1.0)))
+    )
+    (remark,) = quality_page._empty_gains([full, own, other])
+    assert remark.startswith(
+        "`own` exceeds the full cache only in `a` (50 against 25), in 4 questions"
+    )
+
+
+def test_facts_of_several_parts_are_added_up(monkeypatch):
+    """Sparse attention was asked for more facts than the policies."""
+    row = {"length": 8, "variant": "several", "setting": "later", "asked": 8, "kept": 3, "full": 4}
+    full, own, sparse = (
+        row | {"method": method, "found": found, "setting": setting}
+        for method, found, setting in (
+            ("full cache", 4, "later"),
+            ("snapkv:budget=12.5%", 3, "known"),
+            ("sparse:budget=6.25%", 3, "later"),
+        )
+    )
+    made = {"command": "x", "date": "today", "commit": "0", "machine": "one", "missed": []}
+    model = {"model": "smollm2-135m-instruct"}
+    parts = [made | model | {"rows": rows} for rows in ([full, own, sparse], [full, sparse])]
+    monkeypatch.setattr(associations_page, "load", {"associations": {"parts": parts}}.get)
+    row = "| `smollm2-135m-instruct` | 8 | several (16) | 8 | 3 of 8 (75%) | 6 (75%) |"
+    assert associations_page.associations()[-1] == row
+    about, *_, row = associations_page.kept()
+    assert "asked 16 questions about 16 of them. The full cache answered 8 correctly." in about
+    assert row == "| SmolLM2 135M, 8 | eight facts (16) | 8 |  | 6 |  | 3 of 4 |  |  |  |"
 
 
 def test_the_page_of_quality_has_sections_for_associations_and_long_answers(monkeypatch):

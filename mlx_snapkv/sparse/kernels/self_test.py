@@ -41,7 +41,9 @@ def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     if mx.default_device().type != mx.gpu:
         return "MLX computes on the CPU"
     if head_dim not in HEAD_SIZES:
-        return f"heads have {head_dim} channels; the kernels support {', '.join(map(str, HEAD_SIZES))}"
+        return (
+            f"heads have {head_dim} channels; the kernels support {', '.join(map(str, HEAD_SIZES))}"
+        )
     if not 1 <= group <= MAX_GROUP:
         return f"{group} query heads share a KV head; the kernels support 1 to {MAX_GROUP}"
     if dtype not in DTYPES:
