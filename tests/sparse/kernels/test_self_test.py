@@ -17,7 +17,8 @@ def test_correct_kernels_pass(shim, variant):
 @pytest.mark.parametrize(
     "name, output, words",
     [("score", 1, "choose different entries"), ("select", 0, "choose different entries"),
-     ("select", 1, "count unread entries differently"), ("attend", 0, "attention differs"), ("merge", 0, "attention differs")],
+     ("select", 1, "count unread entries differently"), ("attend", 0, "attention differs"),
+     ("merge", 0, "attention differs")],
 )  # fmt: skip
 def test_a_wrong_output_of_any_kernel_is_found(shim, monkeypatch, name, output, words):
     def wrong(kernel, *choice):
