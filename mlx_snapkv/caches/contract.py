@@ -110,7 +110,7 @@ class LayerCache(ABC):
         return self.offset * count_bytes(first_entry)
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores the state that the cache has now.
+        """Return a function that restores the cache to its current state.
 
         The function can be called more than once. It trims the cache, so caches whose `grows` is false override this
         method.
@@ -142,7 +142,7 @@ def keys_property(owner_of: Callable[[Any], Any]) -> Any:
 
 
 def restorer_of(cache: Any) -> Callable[[], None]:
-    """Return a function that restores the attributes that a cache has now.
+    """Return a function that resets a cache's attributes to their current values.
 
     The function can be called more than once.
     """

@@ -90,7 +90,7 @@ class Rendering:
         text = token.content
         special_texts = [special.content for special in tokens_by_id.values()]
         beginnings = tuple(text[:length] for length in range(1, len(text)))
-        # A token whose text ends with the beginning of this token's text could be matched first.
+        # If another token's text ends with a prefix of this token's text, the other token could be matched first.
         if any(special_text.endswith(beginnings) for special_text in special_texts):
             return False
         # A longer token that contains this token's text would be matched instead.

@@ -1,4 +1,4 @@
-"""Convert a body's prompt to tokens: messages and tools in the chat template, or plain text."""
+"""Convert the prompt of a request's body to tokens: messages and tools rendered with the chat template, or text."""
 
 import sys
 from collections.abc import Iterable

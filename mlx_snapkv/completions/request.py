@@ -73,11 +73,11 @@ class CompletionRequest:
         stop: strings that end the answer and are not part of it.
         initial_state: state of mlx-lm's `TextStateMachine` at the start of the answer, "normal" or "reasoning".
         tools: the tools in the chat template, in OpenAI's format, or None if no tool may be called.
-        chat: whether the answer is a chat message rather than a text that continues the prompt.
+        chat: whether the answer is a chat message rather than a text completion.
         n_logprobs: number of most likely tokens to report at each position, in addition to the log-probability of the
             answer token. None if no log-probabilities are reported.
         ignored: names of unknown fields in the body.
-        warnings: sentences about ignored parts of the body.
+        warnings: messages about parts of the body that are ignored.
         constraint: enforces a schema or a tool call, if the body requires one.
         uses_functions: whether the client expects a `function_call`, the predecessor of `tool_calls`.
         prefill: assistant text that the answer continues without repeating it.

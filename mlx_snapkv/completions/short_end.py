@@ -72,7 +72,7 @@ def _search_end(
 ) -> list[int] | None:
     """Search for an end, shortest path first. Return its tokens, or None if none is found within the limits."""
     numbers = itertools.count()
-    # A heap of (length, number, path). Shorter paths come first. Equally long paths are in order of creation.
+    # A heap of (length, number, path): shorter paths come first, and ties are in order of creation.
     paths = [(0, next(numbers), _Path(matcher.deep_copy(), []))]
     n_steps = 0
     # Limit the number of paths. With one choice per position there is a single path, so limit its length instead.

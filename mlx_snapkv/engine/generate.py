@@ -160,7 +160,7 @@ def _plan_main_model(
         prompt_cache,
         max_tokens=max_tokens,
         is_embedded=options.get("input_embeddings") is not None,
-        # Look up the layers in new caches: `prompt_cache` also contains the draft model's caches.
+        # Find the layers with new caches, because `prompt_cache` also contains the draft model's caches.
         layers=attention_layers(model, make_prompt_cache(model)),
     )
 

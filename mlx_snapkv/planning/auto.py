@@ -186,8 +186,8 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
     def fits(candidate: _Candidate) -> bool:
         """Return whether a candidate fits.
 
-        If the prompt is long, a full cache must leave memory for other programs. So must sparse attention with
-        store="memory", unless the user requires it.
+        If the prompt is long, a full cache must leave memory for other programs. The same applies to sparse attention
+        with store="memory", unless the user explicitly asked for sparse attention.
         """
         config = candidate.config
         is_optional = request.required_sparse is None

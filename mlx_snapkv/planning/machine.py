@@ -16,7 +16,7 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a co
 _CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 _BUFFERS_SHARE = 16  # MLX's buffer cache may take up to 1/16 of the usable memory
-# Bytes that the buffer cache may always take. They are enough for the activations of a chunk.
+# Smallest limit for the buffer cache, in bytes. It is enough for the activations of a chunk.
 _MIN_BUFFERS = 256 << 20
 
 

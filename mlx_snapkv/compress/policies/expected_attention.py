@@ -66,7 +66,7 @@ class ExpectedAttention(Policy):
         blocks = spans(self.n_sink, len(entries), block_size)
         columns = entries.map_blocks(logits_and_value_norms, blocks)
         logits, value_norms = columns[..., :-1], columns[..., -1]
-        log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)  # softmax over the keys
+        log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)  # log-softmax over the keys
         group_size = log_weights.shape[-1]
         log_mean_weight = mx.logsumexp(log_weights, axis=-1) - math.log(group_size)
         scores = log_mean_weight + mx.log(value_norms)

@@ -13,8 +13,8 @@ from ..policy import Policy
 class RandomEviction(Policy):
     """Keeps the recent window and, for each KV head, a uniformly random set of earlier entries.
 
-    An entry's score is a hash of its position, its KV head and `seed`, so it never changes. The kept entries that
-    precede the window are therefore a uniform sample of all entries that precede it, with either schedule.
+    An entry's score is a hash of its position, its KV head and `seed`, so it never changes. Whether `schedule` is "once"
+    or "block", the kept entries before the window are therefore a uniform sample of all entries before the window.
 
     Attributes:
         seed: seed of the hash.
