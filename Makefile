@@ -60,7 +60,7 @@ bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and 
 bench-gpu: $(VENV)/.installed ## one model on this machine's GPU: a table to paste into an issue (ten minutes; MODEL=REPOSITORY for another model)
 	@$(RUN) scripts/bench_gpu.py $(if $(MODEL),--model $(MODEL))
 
-bench-shapes: $(VENV)/.installed-dev ## the kernels' tests, and random models with the shapes of an 8B and a 30B-A3B, on this machine's GPU (twelve minutes)
+bench-shapes: $(VENV)/.installed-dev ## the kernels' tests, and random models with the shapes of an 8B and a 30B-A3B, on this machine's GPU
 	$(RUN) -m pytest -q tests/sparse/kernels/test_on_device.py
 	$(RUN) scripts/bench_shapes.py
 

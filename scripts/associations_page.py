@@ -1,6 +1,7 @@
 """Build the tables of facts found and missed if the question shares no word with the fact."""
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 from evaluation.associations import VARIANTS, Fact, facts, facts_of_text
 from readme_results import NAMES
@@ -10,7 +11,7 @@ from mlx_snapkv.measure.methods import FULL_CACHE, KNOWN, LATER
 from mlx_snapkv.measure.tables import grouped
 
 MOST_MISSED = 2  # missed facts shown for each method and length
-COUNTS = "asked", "found", "kept", "full"
+KEYS = "length", "variant", "method", "setting"  # what a part's row is about
 SNAPKV, KEYDIFF = "snapkv:budget=12.5%", "keydiff:budget=12.5%,schedule=once"
 # Column heading -> method and setting, for the page for sceptics.
 SHOWN = {
@@ -48,7 +49,12 @@ def associations() -> list[str]:
 
 def missed() -> list[str]:
     """Return facts that the full cache finds and a method misses, with the method's answer, after a sentence."""
-    rows = [row for part in load("associations")["parts"] for row in part["missed"]]
+    rows = [
+        fact
+        for row in _rows()
+        for fact in row["missed"]
+        if all(fact[key] == row[key] for key in KEYS)
+    ]
     shown_rows = [
         row
         for method_rows in grouped(rows, "length", "method", "setting").values()
@@ -75,11 +81,10 @@ def kept() -> list[str]:
     n_found = sum(row["found"] for row in full_rows)
     about = (
         f"We wrote {len(facts())} such facts, and asked {n_asked} questions about {n_facts} of them. The full cache "
-        f"answered {n_found} correctly. The table says how many of these each method answered correctly, too. SnapKV "
-        "and KeyDiff keep 1/8 of the entries."
+        f"answered {n_found} correctly. The table says how many of these each method answered correctly, too (and of "
+        "how many, if it was asked fewer questions). SnapKV and KeyDiff keep 1/8 of the entries."
     )
-    keys = "model", "length", "variant", "method", "setting"
-    row_of = {tuple(row[key] for key in keys): row for row in rows}
+    row_of = {tuple(row[key] for key in ("model", *KEYS)): row for row in rows}
     table_rows = []
     for full_row in full_rows:
         place = full_row["model"], full_row["length"], full_row["variant"]
@@ -95,17 +100,17 @@ def kept() -> list[str]:
 
 
 def _rows() -> list[Row]:
-    """Return the counts of all parts, with those of the same method, length and variant added up."""
+    """Return the rows of all parts, with the facts that the part missed. Questions asked in several parts count once.
+
+    All parts ask about a variant's first texts. So of rows about the same, the one with the most questions is complete.
+    """
     part_rows = [
-        row | {"model": part["model"]}
+        row | {"model": part["model"], "missed": part["missed"]}
         for part in load("associations")["parts"]
         for row in part["rows"]
     ]
-    keys = "model", "length", "variant", "method", "setting"
-    return [
-        dict(zip(keys, key_values)) | {count: sum(row[count] for row in rows) for count in COUNTS}
-        for key_values, rows in grouped(part_rows, *keys).items()
-    ]
+    groups = grouped(part_rows, "model", *KEYS)
+    return [max(reversed(rows), key=itemgetter("asked")) for rows in groups.values()]
 
 
 def _facts_asked(row: Row) -> Iterator[Fact]:
@@ -137,6 +142,6 @@ def _found_text(row: Row, n_asked: int) -> str:
 
 
 def _kept_text(row: Row, full_row: Row) -> str:
-    """Return how many of the full cache's facts a method found, and of how many if it was asked for fewer."""
-    kept = str(row["kept"])
-    return kept if row["full"] == full_row["full"] else f"{kept} of {row['full']}"
+    """Return how many of the full cache's facts a method found, and of how many if it was asked fewer questions."""
+    is_same = all(row[count] == full_row[count] for count in ("asked", "full"))
+    return str(row["kept"]) if is_same else f"{row['kept']} of {row['full']}"

@@ -1,6 +1,6 @@
 """Measure random models in the shapes of an 8B model and a 30B-A3B mixture of experts on this machine's GPU.
 
-    make bench-shapes                   # the kernels' tests first; twelve minutes on an H200, 61 GB for the larger one
+    make bench-shapes                   # the kernels' tests first; 61 GB for the larger one
     python scripts/bench_shapes.py --shapes 8b --lengths 8192 32768
 
 Only shapes matter for speed, so the weights are random bfloat16 numbers. Each method answers every prompt twice,

@@ -9,7 +9,7 @@ prompt that is compressed (known), or the text is compressed before the question
 evicts nothing: it reads each question after the text, as the next turn.
 
 Every answer is added to build/associations/MODEL.jsonl immediately. A later run continues from there, even with
-more lengths, texts and methods. A run replaces the part of the result for its model and lengths.
+more lengths, texts and methods. A run replaces each part of the result all of whose questions it asked again.
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy_attention
+from associations_page import KEYS
 from evaluation.answering import run
 from evaluation.associations import VARIANTS, associations, facts
 from evaluation.datasets import Dataset
@@ -52,8 +53,7 @@ def summarised(records: list[Record]) -> list[Row]:
     rows = [record | {"variant": record["task"]} for record in records]
     full_right = {_place(row) for row in rows if row["method"] == FULL_CACHE and row["score"]}
     summaries = []
-    keys = ("length", "variant", "method", "setting")
-    for key_values, group_rows in grouped(rows, *keys).items():
+    for key_values, group_rows in grouped(rows, *KEYS).items():
         asked = {_place(row) for row in group_rows}
         right = {_place(row) for row in group_rows if row["score"]}
         counts = {
@@ -62,7 +62,7 @@ def summarised(records: list[Record]) -> list[Row]:
             "kept": len(right & full_right),
             "full": len(asked & full_right),
         }
-        summaries.append(dict(zip(keys, key_values)) | counts)
+        summaries.append(dict(zip(KEYS, key_values)) | counts)
     return summaries
 
 
@@ -105,7 +105,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure a model, and replace the part of the result for this model and these lengths."""
+    """Measure a model, and add a part to the result."""
     numpy_attention.install()
     parser = options(__doc__)
     parser.add_argument("--model", default="real-models/smollm2-135m-instruct")
@@ -132,16 +132,19 @@ def main() -> None:
 
 
 def put_part(out: Path, new_part: dict[str, Any]) -> None:
-    """Write a part next to those for other models and lengths."""
+    """Write a part next to those with a row that it lacks, or has with fewer questions."""
     file = out.with_suffix(".json")
     parts = json.loads(file.read_text(encoding="utf-8"))["parts"] if file.exists() else []
-    other_parts = [part for part in parts if _subject(part) != _subject(new_part)]
+    n_new = _n_asked(new_part)
+    other_parts = [
+        part for part in parts if any(n > n_new.get(row, 0) for row, n in _n_asked(part).items())
+    ]
     write_json(out, {"parts": [*other_parts, new_part]})
 
 
-def _subject(part: dict[str, Any]) -> tuple[str, set[int]]:
-    """Return a part's model and text lengths in tokens."""
-    return part["model"], {row["length"] for row in part["rows"]}
+def _n_asked(part: dict[str, Any]) -> dict[tuple, int]:
+    """Return how many questions a part asked, by model, length, variant, method and setting."""
+    return {(part["model"], *(row[key] for key in KEYS)): row["asked"] for row in part["rows"]}
 
 
 if __name__ == "__main__":

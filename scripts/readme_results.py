@@ -36,6 +36,7 @@ NAMES = {
     "smollm2-135m-instruct": "SmolLM2 135M",
     "gemma-3-270m": "Gemma 3 270M",
 }
+FAILS = 0.5  # RULER's best score is 1; the full cache fails at a task with a lower score than this
 
 
 def results() -> list[str]:
@@ -111,7 +112,7 @@ def _scores() -> list[tuple[str, ...]]:
     rows = []
     for model, by_method in _ruler_parts():
         full = by_method[FULL_CACHE]
-        asked = f"{full['asked']} questions, prompts of at most {full['length']:,} tokens"
+        asked = f"{full['asked']} questions, RULER's limit {full['length']:,} tokens"
         cells = (
             _score_text(by_method[method]) if method in by_method else ""
             for method in (FULL_CACHE, *COMPARED.values())
@@ -128,16 +129,16 @@ def _gains() -> Iterator[str]:
             continue
         n_questions = full["asked"] // len(full["by_task"])
         tasks = []
-        full_scores = []
         for task, score in sparse["by_task"].items():
             full_score = full["by_task"][task]
             if score > full_score:
-                tasks.append(
-                    f"`{task}` ({100 * score:.0f} against {100 * full_score:.0f} in {n_questions} questions)"
+                gain = (
+                    f"{100 * score:.0f} against {100 * full_score:.0f} in {n_questions} questions"
                 )
-                full_scores.append(full_score)
-        fails = "" if max(full_scores) >= 0.5 else ", at which the full cache fails"
-        yield f"{model} gains with sparse attention only in {' and '.join(tasks)}{fails}."
+                if full_score < FAILS:
+                    gain += ", at which the full cache mostly fails, so this shows nothing"
+                tasks.append(f"`{task}` ({gain})")
+        yield f"{model} gains with sparse attention only in {' and '.join(tasks)}."
 
 
 def _is_shown(by_method: dict[str, Any]) -> bool:

@@ -31,11 +31,11 @@ def losses() -> list[str]:
         for loss in worst_losses
     ]
     header = (
-        "model, tokens at most",
+        "model, RULER's limit",
         "task (questions)",
         "question",
         "policy",
-        "entries at most",
+        "entries",
         "full cache",
         "with policy",
     )

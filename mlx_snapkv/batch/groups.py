@@ -59,8 +59,9 @@ class Guard:
 def request_errors() -> type[Exception]:
     """Return the exception type to catch around a step, so that an error ends only the requests in that step.
 
-    If several Macs share the model, catch only SnapKVErrors. Most of them, such as invalid options, are raised by all
-    ranks in the same step. Any other exception may leave the other ranks waiting in the middle of a model call.
+    If several Macs share the model, catch only SnapKVErrors, because nearly all of them, such as those about invalid
+    options, are raised by all ranks in the same step. Any other exception may leave the other ranks waiting in the
+    middle of a model call.
     """
     return Exception if n_ranks() == 1 else SnapKVError
 

@@ -28,9 +28,10 @@ def require_match(prompt_cache: list, model) -> None:
     loaded_places = [(slot.cache_index, slot.member) for slot in loaded_slots]
     model_places = [(slot.cache_index, slot.member) for slot in model_slots]
     if loaded_places != model_places:
-        raise SnapKVError(
-            f"it has {len(loaded_slots)} caches and the model has {len(model_slots)}, or their lists differ"
-        )
+        n_loaded, n_model = len(loaded_slots), len(model_slots)
+        if n_loaded == n_model:
+            raise SnapKVError(f"its {n_loaded} caches are not grouped like the model's")
+        raise SnapKVError(f"it has {n_loaded} caches, and the model has {n_model}")
     for number, (loaded_slot, model_slot) in enumerate(zip(loaded_slots, model_slots)):
         try:
             problem = mismatch(loaded_slot.cache, model_slot.cache)
@@ -81,8 +82,11 @@ def mismatch(cache: Any, model_cache: Any) -> str | None:
     if not has_same_class and not may_replace_model_cache:
         return f"is where the model has a {type(model_cache).__name__}"
     if cache.empty() or model_cache.empty():
-        both_are_empty = cache.empty() == model_cache.empty()
-        return None if both_are_empty else "holds different tokens from the other caches"
+        if cache.empty() == model_cache.empty():
+            return None
+        return (
+            "is empty, unlike the model's" if cache.empty() else "is not empty, unlike the model's"
+        )
     if not isinstance(cache, KV_CACHE_CLASSES):
         is_arrays_cache = hasattr(cache, "cache")
         # Compare rows only for an `ArraysCache`, whose shapes don't depend on the number of tokens.

@@ -100,8 +100,8 @@ def _introduction(n_prompt: int, n_facts: int) -> str:
     return (
         f"A document of about {n_prompt:,} tokens hides {n_facts} facts. Three chats ask for them one after the other: "
         f"with all entries, with 1/{REDUCTION} that SnapKV keeps, and with sparse attention: all entries stay, "
-        f"and chunks of the prompt, except its last {LAST_TOKENS} tokens, and tokens of the answer "
-        "choose which few they read."
+        f"and each chunk of the prompt, except its last {LAST_TOKENS} tokens, and each token of the answer reads only "
+        "the few that it chooses."
     )
 
 

@@ -38,17 +38,17 @@ The full cache: every token reads all entries, and no option is needed.
 benchmarks.md#planning-memory
 
 a long answer about a text that fits in memory
-SnapKV reads the text with the full cache. Then the question's tokens vote for entries, and all others leave memory.
+SnapKV reads the text with the full cache. Then the question's tokens vote, and entries with few votes leave memory.
 {ASK} --snapkv top_k=4096
 quality.md
 
 a chat, several questions about one text, and little memory
-All entries stay, in 4 bits. Chunks of the prompt and tokens of the answer choose which few they read.
+All entries stay, in 4 bits. Each chunk of the prompt and each token of the answer reads only the few that it chooses.
 mlx-snapkv chat --model MODEL --sparse budget=6.25% --store 4bit
 sparse.md#facts-found-in-conversations
 
 an agent, or several clients at once
-A turn of a conversation reads only what is new, and answers to several clients are decoded together.
+Only what is new in a prompt is read, and answers to several clients are decoded together.
 mlx-snapkv serve --model MODEL
 server.md#comparison-with-mlx-lms-server
 

@@ -36,7 +36,7 @@ class SavedPrompt:
         name: model name as typed by the user.
         model: the loaded model.
         compression: compression options for the answer. A policy compresses a saved full cache as it is loaded.
-        quantization: quantisation of the entries that a policy keeps from a saved full cache. If no policy is set, mlx-lm
+        quantization: quantisation of the entries that a policy keeps from a saved full cache. Without a policy, mlx-lm
             quantises the cache.
 
     Attributes:

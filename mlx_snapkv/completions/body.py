@@ -164,10 +164,10 @@ class ChatBody(CommonBody):
         if functions:
             fields["tools"] = [{"type": "function", "function": function} for function in functions]
             choice = body.get("function_call")
-            names_function = isinstance(choice, dict)  # rather than "auto" or "none"
-            fields["tool_choice"] = (
-                {"type": "function", "function": choice} if names_function else choice
-            )
+            if isinstance(choice, dict):  # names a function
+                fields["tool_choice"] = {"type": "function", "function": choice}
+            elif choice is not None:  # "auto" or "none"
+                fields["tool_choice"] = choice
         return fields
 
 

@@ -260,7 +260,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded arrays, which the caller must evaluate after each decoded token."""
+        """Return the recorded arrays; see `Recorder.recorded`."""
         counted = [] if self._counted_attention is None else [self._counted_attention]
         return [*super().recorded, *self._waiting_queries, *counted]
 

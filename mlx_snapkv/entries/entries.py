@@ -67,8 +67,8 @@ class Entries:
         layer: the `AttentionLayer`. `.attention` is mlx-lm's attention module, `.rope` is the layer's RoPE or None, and
             `.number` is the layer's index among this process's full-attention layers. If the layer is missing, these
             attributes raise SnapKVError.
-        statistics: `Statistics` of the queries. If the policy does not request statistics, the attributes of
-            `statistics` raise SnapKVError.
+        statistics: `Statistics` of the prompt's queries read so far. If the policy does not request statistics, the
+            attributes of `statistics` raise SnapKVError.
         quota: numbers of entries to keep per KV head, or None if unknown.
         shared_votes: votes computed so far, keyed by number of entries, query indices and voter counts. Copies of a
             prompt's cache share them (see `RecordingKVCache`). None if they are not shared.

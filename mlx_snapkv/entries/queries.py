@@ -221,7 +221,10 @@ class Recorder:
 
     @property
     def statistics(self) -> Statistics | None:
-        """Return statistics of the queries so far, with heads in the model's order, or None if there are no queries."""
+        """Return statistics of the queries counted so far, with heads in the model's order, or None if there are none.
+
+        The cache of an answer keeps the prompt's statistics, and counts no further queries.
+        """
         return self.moments.statistics(self.scale, int(min(self.last, self.offset)))
 
     def make_voters(

@@ -40,11 +40,12 @@ FIDELITY_REMARK = (
     "All methods get the same texts and answers. KL: the divergence of the predictions with the compressed cache from "
     "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
     "than the first policy's. Same token: the share of tokens for which both predict the same token. Loss: the full "
-    "cache's mean negative log-probability of the text's own tokens, in nats, and how much higher a policy's is. All "
+    "cache's mean negative log-probability of the text's own tokens, in nats, and how much higher a policy's is. These "
     "figures are means over a piece's scored tokens, then over the pieces. The 95% intervals are paired and "
-    f"bootstrapped over texts; there are none for fewer than {LEAST_TEXTS} texts. Entries: kept per KV head, or read "
-    "by a token with sparse attention; the mean over layers. KV memory: the entries held at the compression, without "
-    "spare room; with sparse attention, all entries in memory and those that one token reads."
+    f"bootstrapped over texts; there are none for fewer than {LEAST_TEXTS} scored texts. Entries: kept per KV head, or "
+    "read by a token with sparse attention; the mean over layers, and the maximum over pieces. KV memory: the maximum "
+    "over pieces of the entries held at the compression, without spare room; with sparse attention, all entries, the "
+    "index and the means in memory, and once more the entries that one token reads."
 )
 # Title and remark of each setting's table.
 SETTING_TEXTS = {
@@ -325,6 +326,7 @@ def _summary(
         "setting": any_record["setting"],
         "pieces": len(records),
         "texts": len({record["document"] for record in records}),
+        "scored_texts": len(set(documents)),
         "tokens": sum(record["tokens"] for record in records),
         "judged": sum(record["judged"] for record in records),
         "unjudged": len(records) - len(judged_pieces),
@@ -348,18 +350,19 @@ def _table(summary: Summary, setting: str) -> Table:
     """Return a setting's table, with one row per method."""
     heading, _ = SETTING_TEXTS[setting]
     policy_rows = [row for row in summary if not _is_full_cache(row)]
-    n_texts = summary[0]["texts"]  # the same for all methods
 
     def kl(row: Record) -> str:
         if _is_full_cache(row):
             return "0"
-        return "not scored" if row["kl"] is None else interval(row["kl"], ".3f", n_texts)
+        return (
+            "not scored" if row["kl"] is None else interval(row["kl"], ".3f", row["scored_texts"])
+        )
 
     def kl_against_first(row: Record) -> str:
         if _is_full_cache(row) or row is policy_rows[0] or row["kl"] is None:
             return ""
         figure = row["kl_against_first"]
-        return "other tokens" if figure is None else interval(figure, "+.3f", n_texts)
+        return "other tokens" if figure is None else interval(figure, "+.3f", row["scored_texts"])
 
     def loss(row: Record) -> str:
         if _is_full_cache(row):

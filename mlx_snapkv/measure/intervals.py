@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
-LEAST_TEXTS = 5  # resampling fewer texts says nothing about other texts
+LEAST_TEXTS = 5  # with fewer texts, bootstrapped intervals are far too narrow, so none is shown
 
 
 def difference(
@@ -66,12 +66,12 @@ def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np
 
 
 def interval(figures: dict[str, float], number_format: str, n_texts: int, scale: float = 1) -> str:
-    """Format the mean of a `difference` and, if there are at least `LEAST_TEXTS` texts, its interval.
+    """Format the mean of a `difference` and, if each task has at least `LEAST_TEXTS` documents, its interval.
 
     Args:
         figures: the difference.
         number_format: a format such as ".3f".
-        n_texts: number of documents that were resampled, over all tasks.
+        n_texts: number of documents that were resampled, in the task that has fewest.
         scale: factor for all numbers.
     """
     mean, low, high = (

@@ -260,7 +260,7 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
     bits = re.search(r"(\d+)bit", config.store or "")  # e.g. "4bit"
     if bits is not None:
         where += f" in {bits[1]} bits"
-    return f"all entries {where}, so that every token can choose which few it reads"
+    return f"all entries {where}, so that every token can choose the few that it reads"
 
 
 def _why_not_best(best: _Candidate, usable: int, kv_limit: int) -> str:

@@ -62,8 +62,8 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
     """Return a chat completion body with the given messages, tools and fields.
 
     Args:
-        body: the Messages or Responses body. Unknown fields are passed on, except for `n` and `top_logprobs`, which the
-            server supports only for completions.
+        body: the Messages or Responses body. Unknown fields are passed on, except for `n` and `top_logprobs`, because
+            these APIs' answers have no place for several choices or log-probabilities.
         messages: the parsed messages.
         tools: tools in OpenAI's format. May be None or empty.
         **fields: fields of the chat completion. Fields that are None are omitted.

@@ -91,9 +91,9 @@ class Checkpoints:
 
         - For prompts with the same system messages: `_n_unshared - 1` tokens before the end of these messages. A prompt
           has at least one more token after them, so at least `_n_unshared` of its tokens remain to be read.
-        - For prompts that repeat or continue this one: before the last `_n_unshared` tokens and, if the prompt ends
-          with the start of reasoning, also before that start. Templates may leave the reasoning out of the next turn's
-          prompt.
+        - For prompts that repeat or continue this one: before the last `_n_unshared` tokens. If the prompt ends with
+          the start of reasoning, and that start is earlier, the checkpoint is before that start instead, because
+          templates may leave the reasoning out of the next turn's prompt.
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []

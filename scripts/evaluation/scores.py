@@ -13,11 +13,11 @@ from mlx_snapkv.planning.units import format_bytes
 
 SCORES = (
     "All methods answer the same questions. The score, 0 to 100, is the mean over tasks of equal weight. The "
-    f"difference to the full cache is paired. From {LEAST_TEXTS} documents on, it has a 95% interval, bootstrapped "
-    "over documents. Question known: the compressed prompt contains the question. Question later: the document is "
-    "compressed before the question is read. Entries: kept per KV head, the maximum over layers; a block policy holds "
-    "up to one block more. KV memory: all entries held in memory after the compression, read from the arrays; a full "
-    "cache's figure may include the answer."
+    f"difference to the full cache is paired. With at least {LEAST_TEXTS} documents per task, it has a 95% interval, "
+    "bootstrapped over the documents of each task. Question known: the compressed prompt contains the question. "
+    "Question later: the document is compressed before the question is read. Entries: kept per KV head, the maximum "
+    "over layers; a block policy holds up to one block more. KV memory: all entries held in memory after the "
+    "compression, read from the arrays; a full cache's figure may include the answer."
 )
 BEFORE = (
     "Before compression: the share of the answers' tokens that were decoded before the prompt was compressed, on all "
@@ -28,7 +28,7 @@ BEFORE = (
 def summarise(records: list[Record]) -> Summary:
     """Return a JSON object for each method, setting and length, with scores from 0 to 1.
 
-    `texts` is the number of documents, over all tasks.
+    `texts` is the number of documents in the task that has fewest.
     `uncompressed` is the number of prompts that the policy did not compress, and `reason` says why the first one was
     not. `before` is how many of the `answer_tokens` were decoded before the compression.
     """
@@ -39,9 +39,10 @@ def summarise(records: list[Record]) -> Summary:
     summaries = []
     groups = grouped(records, "method", "setting", "length")
     for (method, setting, length), group_records in groups.items():
+        task_groups = grouped(group_records, "task")
         score_by_task = {
             task: fmean(record["score"] for record in task_records)
-            for (task,), task_records in grouped(group_records, "task").items()
+            for (task,), task_records in task_groups.items()
         }
         difference_to_full = difference(
             scores=[record["score"] for record in group_records],
@@ -56,7 +57,10 @@ def summarise(records: list[Record]) -> Summary:
                 "setting": setting,
                 "length": length,
                 "asked": len(group_records),
-                "texts": len({(record["task"], record["document"]) for record in group_records}),
+                "texts": min(
+                    len({record["document"] for record in task_records})
+                    for task_records in task_groups.values()
+                ),
                 "score": fmean(score_by_task.values()),
                 "by_task": score_by_task,
                 "difference": difference_to_full,

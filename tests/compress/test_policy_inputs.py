@@ -174,6 +174,14 @@ def test_weights_too_small_for_float32_still_differ():
     assert len(set(scores[0, 0, 4:].tolist())) == T - 4 and scores.min().item() < -100
 
 
+def test_an_answers_queries_are_neither_captured_nor_added_to_the_statistics(tokens):
+    model, policy = make_llama(), ExpectedAttention(budget=40, block=16, n_window=8)
+    cache = make_prompt_cache(model)
+    assert len(steps(model, tokens[:80], 40, policy=policy, prompt_cache=cache)) == 40
+    assert not policy.observes_answer
+    assert cache[0].moments.n_counted == 80 - policy.n_sink
+
+
 def test_a_later_turn_reads_tokens_before_an_eviction_that_needs_statistics(tokens):
     """The statistics of a turn's queries don't exist before its first tokens have been read."""
     model = make_llama()

@@ -188,6 +188,9 @@ def test_the_summary_is_paired_by_piece_and_has_a_table_for_each_setting(records
     many = [r | {"document": f"{i} {r['document']}"} for i in range(3) for r in records]
     of_six_texts, *_ = tables(summarise(many))
     assert " to " in of_six_texts.rows[1][1] and "to" not in text.rows[1][1]  # two have no interval
+    ended_early = [r | {"judged": r["judged"] * r["document"].startswith("0")} for r in many]
+    of_two_scored_texts, *_ = tables(summarise(ended_early))
+    assert "to" not in of_two_scored_texts.rows[1][1]
 
 
 def test_tokens_of_zero_probability_add_nothing_to_the_divergence():

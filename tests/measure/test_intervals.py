@@ -19,5 +19,5 @@ def test_the_difference_is_the_mean_of_pairs_and_of_tasks():
     assert interval(found, "+.1f", 5, 100) == "+50.0 (+50.0 to +50.0)"
 
 
-def test_fewer_than_five_texts_have_no_interval():
+def test_fewer_than_five_documents_have_no_interval():
     assert interval({"mean": 0.5, "low": 0.25, "high": 1}, ".2f", 4) == "0.50"

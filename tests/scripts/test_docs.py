@@ -13,6 +13,7 @@ import mlx.core as mx
 import policies_page
 import pytest
 import quality_page
+import readme_results
 import sparse_page
 import tables
 import typer
@@ -22,6 +23,7 @@ from mlx_snapkv.cli.app import app
 from mlx_snapkv.cli.config import commands_of
 from mlx_snapkv.cli.listings import CHOICES
 from mlx_snapkv.compress.policy import POLICIES, Policy
+from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.planning.auto import (
     CANDIDATES,
     CONVERSATION,
@@ -94,28 +96,62 @@ def test_gains_at_tasks_at_which_the_full_cache_fails_show_nothing():
     assert remark.startswith(
         "`own` exceeds the full cache only in `a` (50 against 25), in 4 questions"
     )
+    own["by_task"] = dict.fromkeys("ab", 0.5)
+    (remark,) = quality_page._empty_gains([full | {"by_task": {"a": 0.25, "b": 0.0}}, own])
+    assert "`a` (50 against 25) and `b` (50 against 0), in 8 questions" in remark
 
 
-def test_facts_of_several_parts_are_added_up(monkeypatch):
-    """Sparse attention was asked for more facts than the policies."""
-    row = {"length": 8, "variant": "several", "setting": "later", "asked": 8, "kept": 3, "full": 4}
-    full, own, sparse = (
-        row | {"method": method, "found": found, "setting": setting}
-        for method, found, setting in (
-            ("full cache", 4, "later"),
-            ("snapkv:budget=12.5%", 3, "known"),
-            ("sparse:budget=6.25%", 3, "later"),
-        )
-    )
-    made = {"command": "x", "date": "today", "commit": "0", "machine": "one", "missed": []}
-    model = {"model": "smollm2-135m-instruct"}
-    parts = [made | model | {"rows": rows} for rows in ([full, own, sparse], [full, sparse])]
+def test_each_gain_of_sparse_attention_says_whether_the_full_cache_fails(monkeypatch):
+    scores = {FULL_CACHE: (0.25, 0.5), "sparse:budget=6.25%": (0.5, 0.75)}
+    rows = {
+        method: {"asked": 8, "score": sum(both), "by_task": dict(zip("ab", both))}
+        for method, both in scores.items()
+    }
+    monkeypatch.setattr(readme_results, "_ruler_parts", lambda: [("M", rows)])
+    assert list(readme_results._gains()) == [
+        "M gains with sparse attention only in `a` (50 against 25 in 4 questions, at which the full cache mostly "
+        "fails, so this shows nothing) and `b` (75 against 50 in 4 questions)."
+    ]
+
+
+def test_few_documents_per_task_have_no_interval():
+    row = {"asked": 16, "entries": None, "score": 0.5, "by_task": dict.fromkeys("abcd", 0.5)}
+    own = row | {"method": "own", "setting": "known"}
+    own["difference"] = {"mean": 0.0, "low": -0.5, "high": 0.5}
+    part = {"summary": [own | {"method": FULL_CACHE}, own]}
+    assert quality_page._scores(part)[-1].endswith("| 50.0 | +0.0 |")
+    own["asked"] = 20
+    assert quality_page._scores(part)[-1].endswith("| 50.0 | +0.0 (-50.0 to +50.0) |")
+
+
+def test_questions_of_several_parts_are_counted_once(monkeypatch):
+    """Sparse attention was asked for more facts than the policies. The first text's are in both parts."""
+    place = {"length": 8, "variant": "several"}
+    fact = place | {"question": "Q?", "fact": "F.", "answer": "A."}
+
+    def part(asked, methods_and_settings):
+        rows = [
+            place
+            | {"method": method, "setting": setting, "asked": asked, "full": asked // 2}
+            | {"found": asked // 2, "kept": asked // 2 - (method != FULL_CACHE)}
+            for method, setting in methods_and_settings
+        ]
+        made = {"command": "x", "date": "today", "commit": "0", "machine": "one"}
+        missed = [
+            fact | dict(zip(("method", "setting"), each)) for each in methods_and_settings[1:]
+        ]
+        return made | {"model": "smollm2-135m-instruct", "rows": rows, "missed": missed}
+
+    full, own = (FULL_CACHE, "later"), ("snapkv:budget=12.5%", "known")
+    sparse = ("sparse:budget=6.25%", "later")
+    parts = [part(8, [full, own, sparse]), part(32, [full, sparse])]
     monkeypatch.setattr(associations_page, "load", {"associations": {"parts": parts}}.get)
-    row = "| `smollm2-135m-instruct` | 8 | several (16) | 8 | 3 of 8 (75%) | 6 (75%) |"
+    row = "| `smollm2-135m-instruct` | 8 | several (32) | 16 | 4 of 8 (75%) | 16 (94%) |"
     assert associations_page.associations()[-1] == row
     about, *_, row = associations_page.kept()
-    assert "asked 16 questions about 16 of them. The full cache answered 8 correctly." in about
-    assert row == "| SmolLM2 135M, 8 | eight facts (16) | 8 |  | 6 |  | 3 of 4 |  |  |  |"
+    assert "asked 32 questions about 32 of them. The full cache answered 16 correctly." in about
+    assert row == "| SmolLM2 135M, 8 | eight facts (32) | 16 |  | 15 |  | 3 of 4 |  |  |  |"
+    assert "Shown are 2 of 2" in associations_page.missed()[0]
 
 
 def test_the_page_of_quality_has_sections_for_associations_and_long_answers(monkeypatch):

@@ -106,6 +106,9 @@ def test_functions_are_called_in_every_api(agent, path, asked):
     (call,) = found.get("content") or found["output"]
     assert call["type"] in ("tool_use", "function_call") and call["name"] == "open"
     assert found.get("stop_reason", "tool_use") == "tool_use"
+    no_call = "none" if path == RESPONSES else {"type": "none"}
+    prompt, _ = agent.ask(path, tool_choice=no_call, **asked, **fields | {"answer": "Fine."})
+    assert '"name": "open"' not in prompt
 
 
 def test_a_choice_may_name_allowed_tools_or_services(agent):

@@ -18,10 +18,10 @@ class ExpectedAttention(Policy):
     """Scores each entry by the attention that future queries are expected to give it, times the norm of its value.
 
     Future queries are modelled as normally distributed, so that a key's expected weight has a closed form. The mean and
-    the covariance are those of the prompt's pre-RoPE queries, except for the first `n_sink`. Both are rotated by the
-    mean rotation of the next 512 positions. If the prompt has at most `n_sink` tokens, only its last query is used.
-    Weights are normalised with a softmax over the keys after the sink, and averaged over the query heads of a GQA
-    group.
+    the covariance are those of the prompt's pre-RoPE queries read so far, except for the first `n_sink`. The answer's
+    queries are not added. Mean and covariance are rotated by the mean rotation of the next 512 positions. If the prompt
+    has at most `n_sink` tokens, only its last query is used. Weights are normalised with a softmax over the keys after
+    the sink, and averaged over the query heads of a GQA group.
 
     Attributes:
         n_sink: number of initial entries that are always kept. The first `n_sink` queries are left out of the mean and
@@ -66,7 +66,9 @@ class ExpectedAttention(Policy):
         blocks = spans(self.n_sink, len(entries), block_size)
         columns = entries.map_blocks(logits_and_value_norms, blocks)
         logits, value_norms = columns[..., :-1], columns[..., -1]
-        log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)  # log-softmax over the keys
+        log_weights = logits - mx.logsumexp(
+            logits, axis=2, keepdims=True
+        )  # log-softmax over the keys
         group_size = log_weights.shape[-1]
         log_mean_weight = mx.logsumexp(log_weights, axis=-1) - math.log(group_size)
         scores = log_mean_weight + mx.log(value_norms)

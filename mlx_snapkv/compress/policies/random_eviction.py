@@ -13,8 +13,8 @@ from ..policy import Policy
 class RandomEviction(Policy):
     """Keeps the recent window and, for each KV head, a uniformly random set of earlier entries.
 
-    An entry's score is a hash of its position, its KV head and `seed`, so it never changes. Whether `schedule` is "once"
-    or "block", the kept entries before the window are therefore a uniform sample of all entries before the window.
+    An entry's score is a hash of its position, its KV head and `seed`, so it never changes. Whether `schedule` is
+    "once" or "block", the kept entries before the window are therefore a uniform sample of all entries before it.
 
     Attributes:
         seed: seed of the hash.

@@ -213,10 +213,14 @@ def test_a_missed_fact_is_one_that_the_full_cache_finds(monkeypatch):
     assert associations_page.missed()[-1] == "| `p`, later | 9 | Q? | F. | 0 |"
 
 
-def test_a_part_replaces_an_earlier_part_of_its_model_and_lengths(tmp_path):
+def test_a_part_replaces_an_earlier_part_of_which_it_asked_all_questions(tmp_path):
     out = tmp_path / "found"
-    for model, length, n in (("a", 2048, 1), ("b", 2048, 2), ("a", 8192, 3), ("a", 2048, 4)):
-        rows = [{"length": length}]
-        measure_associations.put_part(out, {"model": model, "rows": rows, "n": n})
+    policies, sparse = ["p", "q", "s"], ["s"]
+    given = [(8192, policies, 1), (8192, sparse, 4), (2048, sparse, 1), (2048, policies, 2)]
+    for n, (length, methods, asked) in enumerate([*given, given[0]]):
+        place = {"length": length, "variant": "several", "setting": LATER, "asked": asked}
+        rows = [place | {"method": method} for method in (FULL_CACHE, *methods)]
+        measure_associations.put_part(out, {"model": "a", "rows": rows, "n": n})
+    measure_associations.put_part(out, {"model": "b", "rows": rows, "n": 5})
     parts = json.loads(out.with_suffix(".json").read_text())["parts"]
-    assert [part["n"] for part in parts] == [2, 3, 4]
+    assert [part["n"] for part in parts] == [1, 3, 4, 5]

@@ -26,7 +26,7 @@ def test_tasks_weigh_equally():
     )
     assert full["by_task"] == {"a": 1, "b": 0.5} and full["score"] == 0.75
     assert (less["asked"], less["entries"], less["difference"]["mean"]) == (5, 64, -0.75)
-    assert less["difference"]["worse"] == 3 and less["texts"] == 5 and less["kv_bytes"] is None
+    assert less["difference"]["worse"] == 3 and less["texts"] == 1 and less["kv_bytes"] is None
     _, both = tables([full, less])
     assert both.columns == ["method", "a", "b"] and both.rows[0][1:] == ["100.0", "50.0"]
     _, alone = tables([full])
