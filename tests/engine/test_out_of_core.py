@@ -77,8 +77,9 @@ def test_memory_stays_flat_while_a_prompt_is_read():
     growth = [(b - a) / (many - few) / layer for a, b in zip(peaks(few), peaks(many))]
     reading, last, after = growth
     means = 4 / (2 * PAGE_SIZE)  # mean keys of four layers
-    # The last tokens rank more pages. All entries would be four times the bytes of a layer.
-    assert abs(reading) < 4 * means and abs(last) < 4 * means and abs(after) < 0.1
+    # The last tokens rank more pages. All entries would be four times the bytes of a layer. On a busy machine, MLX may
+    # compute more in advance for the shorter prompt, so the peaks may even fall.
+    assert reading < 4 * means and last < 4 * means and abs(after) < 0.1
     for n, (caches, report) in zip((few, many), made, strict=True):
         assert report.file_bytes == 4 * n * layer
         assert all(type(c) is StoredKVCache and c.offset == n for c in caches)
