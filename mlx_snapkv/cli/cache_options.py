@@ -108,31 +108,28 @@ class MLXCacheOptions(CacheOptions):
             del keywords["quantized_kv_start"]  # mlx-lm's default applies
         return keywords
 
-    def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield notes on options that have no effect with `setting`.
-
-        `n_tokens` is the maximum total length of the prompt and the answer.
-        """
+    def notes(self, setting: Setting | None, n_prompt: int, max_tokens: int) -> Iterator[str]:
+        """Yield notes on options that have no effect on a prompt of `n_prompt` tokens with `setting`."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+
+        from ..planning.prompt_plan import reason_to_leave
 
         if self.kv_bits is None:
             return
-        if setting is not None:
+        if setting is not None and self.quantized_kv_start is not None:
             # --policy auto chose this setting: `generate_keywords` rejects --quantized-kv-start if the user chose one.
-            if self.quantized_kv_start is not None:
-                yield (
-                    "note: --quantized-kv-start does nothing here, since it is for the full cache only, and this "
-                    f"prompt uses {setting}"
-                )
+            yield (
+                "note: --quantized-kv-start does nothing here, since it is for the full cache only, and this prompt "
+                f"uses {setting}"
+            )
+        if setting is not None and reason_to_leave(setting, n_prompt, None, max_tokens) is None:
             return
         quantized_from = self.quantized_kv_start
         if quantized_from is None:
             quantized_from = DEFAULT_QUANTIZED_KV_START
-        if n_tokens <= quantized_from:
-            yield (
-                f"note: --kv-bits does nothing here, since a full cache is quantised from {quantized_from:,} tokens "
-                "on; --quantized-kv-start changes that"
-            )
+        if n_prompt + max_tokens <= quantized_from:
+            remedy = "" if setting is not None else "; --quantized-kv-start changes that"
+            yield f"note: --kv-bits quantises a full cache only from {quantized_from:,} tokens on{remedy}"
 
     def require_supported(self, model: Any, draft_model: str | None = None) -> None:
         """Check that the model supports the options, and that the options can be combined.

@@ -141,6 +141,7 @@ def _prefill_text(
 
     if setting is None:
         caches = make_prompt_cache(model)
+        prefill_options["quantized_kv_start"] = 0  # --kv-bits makes the file of any text smaller
         read(model, mx.array(tokens), caches, prefill_options)
         return caches, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
     return prefill(model, tokens, setting, **prefill_options)

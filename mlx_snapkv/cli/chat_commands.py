@@ -211,6 +211,8 @@ def _compare(session: Session, _: str) -> None:
     finally:
         conversation.policy = policy
     result = "the same answer" if is_same else "a different answer, which replaces the first"
+    if not is_same and session.sampling.temp > 0:
+        result += f". Answers sampled with temp {session.sampling.temp:g} may always differ: /set temp 0 compares"
     session.say(f"from all entries: {result}")
 
 

@@ -174,8 +174,7 @@ def generate(
     n_saved = 0 if saved is None else saved.n_tokens
     saved_is_compressed = saved is not None and saved.policy != NO_POLICY
     if not saved_is_compressed:
-        n_tokens = n_saved + len(tokens) + max_tokens
-        console.say_all(cache.notes(keywords["policy"], n_tokens))
+        console.say_all(cache.notes(keywords["policy"], n_saved + len(tokens), max_tokens))
     options.seed_sampling(seed)
     keywords |= sampling.generate_keywords(tokenizer)
     if schema is not None:

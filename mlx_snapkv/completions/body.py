@@ -157,17 +157,18 @@ class ChatBody(CommonBody):
         if not isinstance(body, dict):
             return body
         fields = {name: value for name, value in body.items() if name != "function_call"}
+        choice = body.get("function_call")
+        if choice is not None and body.get("tool_choice") is None:
+            names_function = isinstance(choice, dict)  # rather than "auto" or "none"
+            fields["tool_choice"] = (
+                {"type": "function", "function": choice} if names_function else choice
+            )
         if body.get("tools"):
             fields.pop("functions", None)  # `tools` replaces it
             return fields
         functions = as_list(body.get("functions"))
         if functions:
             fields["tools"] = [{"type": "function", "function": function} for function in functions]
-            choice = body.get("function_call")
-            if isinstance(choice, dict):  # names a function
-                fields["tool_choice"] = {"type": "function", "function": choice}
-            elif choice is not None:  # "auto" or "none"
-                fields["tool_choice"] = choice
         return fields
 
 

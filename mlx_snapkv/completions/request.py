@@ -28,7 +28,7 @@ FIELDS_WITHOUT_EFFECT = set(
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
     prompt_cache_retention prompt_cache_options cache_prompt cache_control parallel_tool_calls include
     betas truncation inference_geo keep_alive extra_headers prediction usage include_reasoning
-    max_tool_calls speed function_call add_generation_prompt
+    max_tool_calls speed add_generation_prompt
     """.split()
 )
 MAX_FIELD_LENGTH = 80  # maximum length of an unknown field's name in a warning, in characters

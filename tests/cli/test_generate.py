@@ -152,5 +152,11 @@ def test_flags_that_change_the_answer(call, demo_llama):
     )  # one possible token
     bits = ["--kv-bits", "2", "--kv-group-size", "32", "-m", "30"]
     assert call(*ASKED, *bits, "--quantized-kv-start", "0") != call(*ASKED, *bits)
+    note = "note: --kv-bits quantises a full cache only from 5,000 tokens on"
+    loud = [flag for flag in ASKED if flag != "-q"]
+    assert note in call(*loud, *bits)[2]
+    assert note in call(*loud, *bits, "--snapkv", "top_k=4096")[2]  # the prompt fits the budget
+    _, _, said = call("chat", "--model", "demo", *bits[:4], stdin=b"")
+    assert note in said
     sampled = [*ASKED, "--temp", "3", "--seed"]
     assert call(*sampled, "7") == call(*sampled, "7") != call(*sampled, "8")

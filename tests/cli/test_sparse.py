@@ -155,6 +155,18 @@ def test_a_chat_compares_with_the_answer_from_all_entries(call, story):
     assert "\npolicy: sparse:" in err
 
 
+def test_compare_says_that_sampled_answers_may_always_differ(call, story):
+    path, facts = story
+    lines = "\n".join([f"/file {path}", facts[0].question, "/compare"])
+    sampled = ["--temp", "9", "--seed", "1"]
+    code, _, err = call(
+        "chat", "--model", "demo", "-m", "12", *SPARSE, *sampled, stdin=lines.encode()
+    )
+    assert (
+        code == 0 and "a different answer" in err and "sampled with temp 9 may always differ" in err
+    )
+
+
 def test_compare_in_a_chat_is_refused_after_entries_were_evicted(call, document):
     path, facts = document
     lines = f"/file {path}\n{facts[0].question}\n/compare\n".encode()

@@ -88,6 +88,10 @@ def test_functions_the_predecessor_of_tools_are_called(agent):
     tools = [{"type": "function", "function": FUNCTION}]
     _, found = agent.ask(CHAT, tools=tools, **asked)
     assert found["choices"][0]["finish_reason"] == "tool_calls"  # tools replace functions
+    fields = {"tools": tools, "answer": "Fine.", "function_call": "none"}
+    assert '"open"' not in agent.ask(CHAT, **CHAT_ASKED, **fields)[0]
+    unknown = agent.post(CHAT, CHAT_ASKED | {"function_call": {"name": "shut"}})
+    assert unknown.status_code == 400 and "shut" in unknown.text
     twice = CALL.format("open") + CALL.format("shut")
     sent = events(agent, CHAT, twice, **CHAT_ASKED, functions=[FUNCTION])
     (call,) = [

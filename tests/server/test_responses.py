@@ -71,7 +71,8 @@ def test_a_stream_is_the_whole_response_in_events(client, document):
     assert "".join(deltas) == final.output_text == whole.output_text == facts[0].value
     assert final.usage.output_tokens == whole.usage.output_tokens
     assert final.usage.input_tokens > final.usage.input_tokens_details.cached_tokens > 1200
-    *_, last = ask(client, "The key of", max_output_tokens=3, stream=True)
+    *_, done, last = ask(client, "The key of", max_output_tokens=3, stream=True)
+    assert (done.type, done.item.status) == ("response.output_item.done", "incomplete")
     assert last.type == "response.incomplete" and last.response.usage.output_tokens == 3
     assert last.response.incomplete_details.reason == "max_output_tokens"
     with pytest.raises(openai.BadRequestError, match="input must not be empty"):

@@ -166,12 +166,15 @@ class ResponsesFormatter(BlockFormatter):
             "total_tokens": started.n_prompt + answer.n_tokens,
         }
         output = [self._output_item_fields(block) for block in self.blocks]
-        if answer.finish_reason != "length":
+        if not self._is_cut_off:
             return self._response("completed", output=output, usage=usage)
-        if output:
-            output[-1]["status"] = "incomplete"
         details = {"reason": "max_output_tokens"}
         return self._response("incomplete", output=output, usage=usage, incomplete_details=details)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Return whether the answer has ended because it reached its maximum length."""
+        return any(finished.answer.finish_reason == "length" for finished in self.finished.values())
 
     def stream_error(self, error: ApiError) -> str:
         """Return "response.failed" with the error."""
@@ -245,7 +248,10 @@ class ResponsesFormatter(BlockFormatter):
 
     def _output_item_fields(self, block: Block, is_new: bool = False) -> dict[str, Any]:
         """Return a block as an output item. A new item has no content."""
-        head = {"id": _item_id(block), "status": "in_progress" if is_new else "completed"}
+        status = "in_progress" if is_new else "completed"
+        if self._is_cut_off and block is self.blocks[-1]:
+            status = "incomplete"
+        head = {"id": _item_id(block), "status": status}
         if block.call is not None:
             call_fields = {"call_id": block.call["id"], **self._client_names(block)}
             if self._calls_custom_tool(block):
