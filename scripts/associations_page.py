@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from evaluation.associations import VARIANTS, Fact, facts, facts_of_text
-from readme_results import NAMES
+from readme_results import COMPARED, NAMES
 from results_page import Row, load, measured, table
 
 from mlx_snapkv.measure.methods import FULL_CACHE, KNOWN, LATER
@@ -12,16 +12,15 @@ from mlx_snapkv.measure.tables import grouped
 
 MOST_MISSED = 2  # missed facts shown for each method and length
 KEYS = "length", "variant", "method", "setting"  # what a part's row is about
-SNAPKV, KEYDIFF = "snapkv:budget=12.5%", "keydiff:budget=12.5%,schedule=once"
 # Column heading -> method and setting, for the page for sceptics.
 SHOWN = {
     "sparse, 1,024 entries": ("sparse:budget=1024", LATER),
-    "sparse, 1/16": ("sparse:budget=6.25%", LATER),
+    "sparse, 1/16": (COMPARED["sparse"], LATER),
     "sparse, 1/32": ("sparse:budget=3.125%", LATER),
-    "SnapKV, question at the end": (SNAPKV, KNOWN),
-    "KeyDiff, question at the end": (KEYDIFF, KNOWN),
-    "SnapKV, question later": (SNAPKV, LATER),
-    "KeyDiff, question later": (KEYDIFF, LATER),
+    "SnapKV, question at the end": (COMPARED["SnapKV"], KNOWN),
+    "KeyDiff, question at the end": (COMPARED["KeyDiff"], KNOWN),
+    "SnapKV, question later": (COMPARED["SnapKV"], LATER),
+    "KeyDiff, question later": (COMPARED["KeyDiff"], LATER),
 }
 # Variant -> what its texts contain.
 CONTENTS = {

@@ -127,7 +127,7 @@ def _scores() -> list[tuple[str, ...]]:
 
 
 def _gains() -> str:
-    """Return a sentence about the tasks in which sparse attention exceeds the full cache, or "" if there are none."""
+    """Return a sentence about the tasks in which sparse attention exceeds the full cache, or "" without such tasks."""
     full_scores = [
         by_method[FULL_CACHE]["by_task"][task]
         for _, by_method in _ruler_parts()

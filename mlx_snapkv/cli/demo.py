@@ -212,7 +212,7 @@ def _decoding_speed_text(model: Any) -> str:
     step_seconds = time_steps_in_turn(model, caches, DECODED_STEPS)
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
-    # Sparse attention's size is that of all entries plus that of what one token reads; see `entries_bytes`.
+    # With sparse attention, the size includes all entries, and once more what one token reads; see `entries_bytes`.
     full_size, *other_sizes = [format_bytes(entries_bytes(cache)) for cache in caches]
     snapkv_text, sparse_text = [
         f"{1000 * seconds:.1f} ms and {size} ({full_seconds / seconds:.1f} times as fast)"

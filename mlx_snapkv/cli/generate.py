@@ -172,8 +172,8 @@ def generate(
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
         tokens = console.wait_for(encode)
     n_saved = 0 if saved is None else saved.n_tokens
-    saved_is_compressed = saved is not None and saved.policy != NO_POLICY
-    if not saved_is_compressed:
+    saved_has_setting = saved is not None and saved.policy != NO_POLICY
+    if not saved_has_setting:
         console.say_all(cache.notes(keywords["policy"], n_saved + len(tokens), max_tokens))
     options.seed_sampling(seed)
     keywords |= sampling.generate_keywords(tokenizer)

@@ -185,8 +185,8 @@ class AnswerParser:
         """End the call that is still open when the answer ends, and return the answer's last parts.
 
         So far, end markers in the call's text were treated as part of an argument. If the whole text is not a valid
-        call, one of these markers was the real end. Use the first marker whose preceding text is a valid call. If there
-        is none, use the first marker. The text after the marker is parsed again.
+        call, one of these markers was the real end. Use the first marker whose preceding text is a valid call, or
+        else the first marker. The text after the marker is parsed again.
         """
         call_text = self._call_text
         marker = self._call_end_marker  # empty if the model's calls have no end marker

@@ -158,5 +158,7 @@ def test_flags_that_change_the_answer(call, demo_llama):
     assert note in call(*loud, *bits, "--snapkv", "top_k=4096")[2]  # the prompt fits the budget
     _, _, said = call("chat", "--model", "demo", *bits[:4], stdin=b"")
     assert note in said
+    bits = [*bits[:4], "--quantized-kv-start", "0"]
+    assert "note:" not in call("chat", "--model", "demo", *bits, stdin=b"")[2]
     sampled = [*ASKED, "--temp", "3", "--seed"]
     assert call(*sampled, "7") == call(*sampled, "7") != call(*sampled, "8")

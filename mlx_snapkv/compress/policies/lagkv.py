@@ -17,7 +17,7 @@ class LagKV(Policy):
     """Scores the entries after the sink by comparing each block of 128 entries with the next block.
 
     Each coordinate of the keys and values is scaled by its minimum and maximum in the next block. The standard
-    deviation of an entry's scaled key and that of its scaled value each go through a softmax over the block, and the
+    deviations of an entry's scaled key and scaled value each go through a softmax over the block, and the
     results are added. An entry's score is the rank of its sum within the block, so every block keeps the same number of
     entries.
     The last full block has no full block after it. Its entries and all later entries therefore score highest, in order
