@@ -5,8 +5,6 @@ from mlx_snapkv.planning import speed_record
 from mlx_snapkv.planning.speed_record import (
     DECODE_FULL,
     DECODE_SPARSE,
-    READ_FULL,
-    READ_SPARSE,
     SETUP,
     Measurement,
     Speed,
@@ -15,17 +13,13 @@ from mlx_snapkv.planning.speed_record import (
 LENGTHS = (1000, 8000, 64_000)  # tokens; the speeds were measured at these lengths
 
 # For each kind, the seconds `a + b * length` of a machine on which sparse attention always loses, and of one on which
-# it reads and decodes faster from about 12,000 tokens on.
+# it decodes faster from about 12,000 tokens on.
 LOSES = {
-    READ_FULL: (1e-3, 1e-8),
-    READ_SPARSE: (2e-3, 1e-8),
     SETUP: (1.0, 0),
     DECODE_FULL: (0.01, 1e-7),
     DECODE_SPARSE: (0.05, 1e-7),
 }
 WINS_LATER = LOSES | {
-    READ_FULL: (1e-3, 1e-7),
-    READ_SPARSE: (1e-3, 1e-8),
     DECODE_FULL: (0.01, 1e-6),
     DECODE_SPARSE: (0.02, 1e-7),
 }

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..planning.settings import Setting
 
 REDUCTION = 16  # keep 1/16 of the entries, or read 1/16 per token
-# A chunk chooses at most 1/8 of the prompt's entries to read. The prompt's last tokens may choose more.
-CHUNK_SHARE = 8
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
     f"1/{REDUCTION} kept",
@@ -89,19 +87,16 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
 
     budget = n_prompt // REDUCTION
     snapkv = SnapKV(budget=budget, obs_window=32)
-    sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
+    sparse = Sparse(budget=budget, when="always")
     return {FULL_NAME: {}, SNAPKV_NAME: {"policy": snapkv}, SPARSE_NAME: {"sparse": sparse}}
 
 
 def _introduction(n_prompt: int, n_facts: int) -> str:
     """Return an introduction to the three chats."""
-    from ..sparse.options import LAST_TOKENS
-
     return (
         f"A document of about {n_prompt:,} tokens hides {n_facts} facts. Three chats ask for them one after the other: "
-        f"with all entries, with 1/{REDUCTION} that SnapKV keeps, and with sparse attention: all entries stay, "
-        f"and each chunk of the prompt, except its last {LAST_TOKENS} tokens, and each token of the answer reads only "
-        "the few that it chooses."
+        f"with all entries, with 1/{REDUCTION} that SnapKV keeps, and with sparse attention: all entries stay, and "
+        f"each token of the answer reads only the 1/{REDUCTION} that it chooses."
     )
 
 
@@ -114,7 +109,6 @@ def _result_table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
     hidden_values = [fact.value for fact in facts]
     figures = [
         "right",
-        "entries read by a chunk",
         "entries read by a token",
         "KV memory between turns",
     ]
@@ -174,11 +168,8 @@ def _ask_in_chat(
     chat.attach(document)
     cells: list[str] = []
     n_right = 0
-    read_per_chunk = None  # entries read per chunk in the first turn, which includes the document
     for fact in facts:
         answer = "".join(response.text for response in chat.send(fact.question))
-        if chat.report is not None and not read_per_chunk:
-            read_per_chunk = chat.report.read_per_chunk
         judgement = "[red]wrong[/]"
         if is_right(fact, answer):
             judgement = "[green]right[/]"
@@ -186,12 +177,11 @@ def _ask_in_chat(
         first_line, *_ = answer.strip().partition("\n")
         answer_text = textwrap.shorten(first_line, 24, placeholder="…")
         cells.append(f"{judgement} {escape(answer_text)}")
-    per_chunk_text = f"{read_per_chunk:,} at most" if read_per_chunk else "all before it"
     read_per_token = chat.report.entries if chat.report is not None else 0
     if not read_per_token:  # the full cache's report has no entry count
         read_per_token = len(chat.read)
     memory_text = format_bytes(kv_bytes(chat.prompt_cache))
-    return [*cells, f"{n_right}/{len(facts)}", per_chunk_text, f"{read_per_token:,}", memory_text]
+    return [*cells, f"{n_right}/{len(facts)}", f"{read_per_token:,}", memory_text]
 
 
 def _decoding_speed_text(model: Any) -> str:

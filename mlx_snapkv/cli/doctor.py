@@ -31,14 +31,13 @@ def doctor(
     """
     from ..measure.environment import as_table, diagnosis
     from ..measure.layer_speed import sparse_pays
-    from ..planning.break_even import sentence
     from .loading import load_without_weights
     from .terminal_table import print_table
 
     name = model or "demo"
     loaded_model = load_without_weights(name)
     report = diagnosis(None if model is None else loaded_model, model)
-    report[f"speed of {name}"] = sentence(sparse_pays(loaded_model))
+    report[f"speed of {name}"] = str(sparse_pays(loaded_model))
     if as_json:
         print(json.dumps(report))
     else:

@@ -43,7 +43,7 @@ SnapKV reads the text with the full cache. Then the question's tokens vote, and 
 quality.md
 
 a chat, several questions about one text, and little memory
-All entries stay, in 4 bits. Each chunk of the prompt and each token of the answer reads only the few that it chooses.
+All entries stay, in 4 bits. Each token of the answer reads only the few that it chooses.
 mlx-snapkv chat --model MODEL --sparse budget=6.25% --store 4bit
 sparse.md#facts-found-in-conversations
 

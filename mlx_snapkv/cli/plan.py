@@ -57,7 +57,7 @@ def plan(
 ) -> None:
     r"""Show how much memory prompts will take, what fits, and which setting to use, without loading any weights.
 
-    Also show the prompt length above which sparse attention is faster on this machine, based on earlier requests or, on
+    Also show the prompt length above which sparse decoding is faster on this machine, based on earlier requests or, on
     a GPU, on an estimate. Only the model's configuration and weight headers are read, or downloaded from a Hugging Face
     repository. docs/benchmarks.md explains the arithmetic.
 
@@ -83,10 +83,10 @@ def plan(
         kv_group_size=cache.kv_group_size,
     )
     speed = Speed()
-    break_evens: dict[str, BreakEven] = {}
+    break_even: BreakEven | None = None
     if options.memory is None and planner.can_compress:
         speed = speed_of(loaded_model, Sparse())
-        break_evens = sparse_pays(loaded_model)
+        break_even = sparse_pays(loaded_model)
     plans = Plans(
         model=model,
         machine=machine,
@@ -95,7 +95,7 @@ def plan(
         kv_bits=cache.kv_bits,
         kv_memory=policy.kv_memory,
         speed=speed,
-        break_evens=break_evens,
+        break_even=break_even,
     )
     contexts = [options.context] if options.context else plans.default_contexts()
     plans_by_length = [plans.for_context(context) for context in contexts]
@@ -132,8 +132,8 @@ class Plans:
         kv_memory: KV memory limit in bytes; see --kv-memory.
         speed: speed record for sparse attention on this machine. Empty when planning for a different machine, or if the
             model can't be compressed.
-        break_evens: prompt lengths at which sparse attention becomes faster on this machine. Empty when planning for a
-            different machine, or if the model can't be compressed.
+        break_even: length from which sparse decoding is faster on this machine. None when planning for a different
+            machine, or if the model can't be compressed.
     """
 
     model: str
@@ -143,7 +143,7 @@ class Plans:
     kv_bits: int | None
     kv_memory: int | None
     speed: Speed
-    break_evens: dict[str, BreakEven]
+    break_even: BreakEven | None
 
     def default_contexts(self) -> list[int]:
         """Return the default prompt lengths, up to the model's trained length."""
@@ -224,9 +224,7 @@ class Plans:
             "taken": [
                 self._recommendation_to_dict(context_plans) for context_plans in plans_by_length
             ],
-            "sparse_pays": {
-                name: break_even._asdict() for name, break_even in self.break_evens.items()
-            },
+            "sparse_pays": None if self.break_even is None else self.break_even._asdict(),
         }
 
     def _recommendation_to_dict(self, context_plans: ContextPlans) -> dict[str, Any]:
@@ -243,7 +241,6 @@ class Plans:
     def print(self, plans_by_length: list[ContextPlans]) -> None:
         """Print a table of all plans, and the recommended setting for the longest prompt that fits."""
         from ..models.trained_length import beyond_trained_length
-        from ..planning.break_even import sentence
 
         trained_length = self.planner.trained_length
         length_text = "unknown" if trained_length is None else f"{trained_length:,} tokens"
@@ -259,8 +256,8 @@ class Plans:
         ]
         if not recommendations:
             return
-        if self.break_evens:
-            print(f"On this machine, {sentence(self.break_evens)}.")
+        if self.break_even is not None:
+            print(f"On this machine, {self.break_even}.")
         best, why = recommendations[-1]  # for the longest prompt that fits
         advice = f"{_method_text(best)}, because {why}.\n  {self._command(best)}"
         print(f"For {format_tokens(best.context)} tokens, recommended: {advice}")

@@ -48,8 +48,8 @@ def generate_step(
         policy: a policy object, or a string such as `"keydiff:budget=8192"`. "auto" picks the setting that
             docs/choose.md recommends for this prompt and machine.
         sparse: sparse attention instead of a policy: True, a `Sparse`, or its options as a dict or a `"key=value,..."`
-            string. Nothing is evicted. Instead, prompt chunks and answer tokens read only some of the entries, by
-            default only while that is faster.
+            string. Nothing is evicted. Instead, answer tokens read only some of the entries, by default only while
+            that is faster.
         on_report: called with the `CompressionReport` before the first token from the compressed cache is yielded.
         **kwargs: keyword arguments for mlx-lm.
 

@@ -55,7 +55,7 @@ def prefill(
         prompt_cache: the prompt cache to fill. A policy compresses it only if it is empty at first. With `sparse`, it
             may contain earlier turns. By default, a new one is created.
         prefill_step_size: maximum tokens per chunk. A policy's `prefill_chunk` takes precedence. With schedule="block",
-            chunks have at most `block` tokens. With sparse prefill, the maximum is at least 512.
+            chunks have at most `block` tokens. With sparse prefill, chunks have 512 tokens.
         prompt_progress_callback: called with the number of tokens processed and the total.
         **options: `kv_bits` and `kv_group_size`, for the kept entries.
 
@@ -116,8 +116,6 @@ def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, An
     next_logprobs = read(request.model, tokens, request.caches, loop_options)
     if plan.sparse is not None:
         request.finish()
-        if plan.adapts:
-            request.record_speed()
         return caches_to_save(request.prompt_cache)
     request.record_prefill_time()
     n_voting_answer_tokens = plan.voters.stop - tokens.size

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, final
 
 import mlx.core as mx
@@ -180,14 +180,10 @@ class Request:
             return 0
         return speed_of(self._model, self.plan.sparse).tokens_to_repay_setup(self.plan.n_prompt)
 
-    def record_speed(self, answer_measurements: Sequence[Measurement] = ()) -> None:
-        """Add the measured chunk and answer times to this machine's speed record."""
-        assert self._sparse_mode is not None and self.plan.sparse is not None
-        pace = self._sparse_mode.pace
-        chunk_measurements = [] if pace is None else pace.measurements
-        record_measurements(
-            self._model, self.plan.sparse, [*chunk_measurements, *answer_measurements]
-        )
+    def record_speed(self, measurements: list[Measurement]) -> None:
+        """Add an answer's measurements to this machine's speed record."""
+        assert self.plan.sparse is not None
+        record_measurements(self._model, self.plan.sparse, measurements)
 
     def finish(self) -> CompressionReport:
         """Finish a request whose answer never used sparse attention.

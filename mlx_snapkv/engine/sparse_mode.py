@@ -1,5 +1,6 @@
 """Prefill and decoding caches for requests with sparse attention."""
 
+import math
 from typing import Any, final
 
 import mlx.core as mx
@@ -16,18 +17,15 @@ from ..caches.layers import (
 from ..entries.attention import nan_scores_error
 from ..entries.quantization import KEYS, slice_rows
 from ..planning.request_plan import Plan
-from ..planning.speed_record import Speed, speed_of
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
 from ..sparse.kernels.token import why_plain_path
-from ..sparse.options import CHUNK_SIZE
 from ..sparse.page_means import PageMeans
 from ..sparse.page_ranking import PageRanking
 from ..sparse.prefill_cache import SparsePrefillKVCache
 from ..sparse.token_ranking import TokenRanking
 from .loop_model import Evaluation
 from .pieces import Pieces
-from .reading_pace import ReadingPace
 from .report import CompressionReport
 
 
@@ -41,9 +39,6 @@ class SparseMode:
         layers: the model's full-attention layers.
         prompt_cache: the caches that store all entries.
         pieces: calls the model, and splits chunks whose scores would not fit in memory.
-
-    Attributes:
-        pace: decides which prompt chunks choose entries. None if every chunk reads all entries, as with read="dense".
     """
 
     def __init__(
@@ -54,7 +49,7 @@ class SparseMode:
         prompt_cache: list,
         pieces: Pieces,
     ):
-        """Create the pace, unless every prompt chunk reads all entries."""
+        """Store the arguments."""
         assert plan.sparse is not None
         self.plan = plan
         self.layers = layers
@@ -63,24 +58,23 @@ class SparseMode:
         self._call_in_pieces = pieces
         self._choosing_layers = sparse_layers(layers)
         self._evaluate = Evaluation()
-        self.pace: ReadingPace | None = None
-        if plan.sparse_reading is not None:
-            is_later_turn = plan.adapts and plan.n_earlier > 0
-            speed = speed_of(model, plan.sparse) if is_later_turn else Speed()
-            self.pace = ReadingPace(plan, speed)
 
     def prefill_caches(self) -> list:
-        """Create the caches that mlx-lm's loop reads a prompt into. Sparse chunks choose from the stored entries."""
+        """Create the caches that mlx-lm's loop reads a prompt into.
+
+        With sparse prefill, chunks choose from the stored entries.
+        """
         plan = self.plan
         caches = list(self._prompt_cache)
         for layer in self.layers:
             stored_cache = layer.cache_in(self._prompt_cache)
             stored_cache.observe(plan.voters.start, plan.voters.stop, plan.capacity)
             stored_cache.layer = layer
-        if self.pace is None:
-            return caches
         reading = plan.sparse_reading
-        assert reading is not None
+        if reading is None:
+            return caches
+        # If the answer adapts, its first tokens read all entries.
+        choice_stop = plan.n_prompt if plan.adapts else math.inf
         for layer in self._choosing_layers:
             stored_cache = layer.cache_in(self._prompt_cache)
             view = FullView([stored_cache.store], layer)
@@ -88,40 +82,29 @@ class SparseMode:
             # means for later turns.
             means = stored_cache.page_means if stored_cache.in_files else PageMeans()
             ranking = PageRanking(
-                view, means, reading.reach, reading.last_reach, reading.last_from, self.pace.chooses
+                view, means, reading.reach, reading.last_reach, reading.last_from, choice_stop
             )
             layer.put(caches, SparsePrefillKVCache(stored_cache, ranking))
         return caches
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model on a chunk `(1, L)`, and return the logits of its last part.
+        """Call the model on a chunk `(1, L)`, and return the logits of its last token.
 
-        A sparse chunk is split into parts, and each part chooses its entries separately. mlx-lm evaluates the last part
-        only after this method has returned, so the timing of a part ends when the next part starts.
+        With dense prefill, earlier chunks' entries are first moved to the store, so that at most one chunk's entries
+        are kept outside it. With sparse prefill, a chunk that chooses entries and contains the start of the prompt's
+        last tokens is split there, because the last tokens choose more entries.
         """
-        if self.pace is None:
+        reading = self.plan.sparse_reading
+        if reading is None:
+            self._offload()
             return self._call_in_pieces(inputs, cache)
         first_cache = self._choosing_layers[0].cache_in(cache)
-        while True:
-            self.pace.end()  # the previous part, if there is one
-            n_left = inputs.shape[1]
-            start, chooses = first_cache.offset, first_cache.reads_some
-            part_size = self._part_size(start, n_left) if chooses else n_left
-            self.pace.begin(start, part_size, chooses)
-            logits = self._call_in_pieces(inputs[:, :part_size], cache)
-            if part_size == n_left:
-                return logits
+        n_before_last = reading.last_from - first_cache.offset
+        if first_cache.reads_some and 0 < n_before_last < inputs.shape[1]:
+            self._call_in_pieces(inputs[:, :n_before_last], cache)
             self._evaluate(cache)
-            inputs = inputs[:, part_size:]
-
-    def _part_size(self, start: int, n_left: int) -> int:
-        """Return the size of the next part, which starts at position `start` and has at most `n_left` tokens.
-
-        The prompt's last tokens form a single part.
-        """
-        assert self.plan.sparse_reading is not None
-        n_before_last = self.plan.sparse_reading.last_from - start
-        return min(n_left, CHUNK_SIZE, n_before_last) if n_before_last > 0 else n_left
+            inputs = inputs[:, n_before_last:]
+        return self._call_in_pieces(inputs, cache)
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches` with caches that let tokens choose among all entries, and fill in the report.

@@ -15,7 +15,7 @@ from ..caches.layers import AttentionLayer, attention_layers, sparse_layers, tok
 from ..entries.entries import Entries
 from ..errors import SnapKVError
 from ..models.counts import n_query_heads
-from ..planning.break_even import BreakEven, break_evens
+from ..planning.break_even import BreakEven, break_even
 from ..planning.config import CompressionConfig
 from ..planning.scores import on_gpu
 from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement, Speed, speed_of
@@ -27,8 +27,8 @@ LENGTHS = (8192, 32_768)  # numbers of cached entries to measure with
 TOKENS_PER_EVALUATION = 8
 
 
-def sparse_pays(model: Any) -> dict[str, BreakEven]:
-    """Return the lengths at which sparse prefill and decoding become faster than the full cache.
+def sparse_pays(model: Any) -> BreakEven:
+    """Return the length from which sparse decoding is faster than the full cache.
 
     The speeds come from this machine's speed record. If it lacks the speed of full or sparse decoding, both speeds are
     estimated by timing a layer, but only on a GPU. On a CPU, this would take too long.
@@ -42,7 +42,7 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
         # Fails if the model does not support sparse attention, or if memory runs out.
         with contextlib.suppress(SnapKVError, RuntimeError, ValueError):
             estimate = layer_speed(model)
-    return break_evens(speed, estimate)
+    return break_even(speed, estimate)
 
 
 def layer_speed(model: Any) -> Speed:

@@ -39,8 +39,7 @@ def shares_reading(setting: Setting | None) -> bool:
     """Return whether a policy can choose its entries from full caches that it shares with other policies.
 
     Also return True for the full cache (None). Some settings need a separate pass over the prompt: block policies evict
-    during prefill, h2o accumulates the attention of all queries, and with sparse attention, each chunk chooses the
-    entries that it reads.
+    during prefill, h2o accumulates the attention of all queries, and sparse attention keeps entries in a store.
     """
     if setting is None:
         return True

@@ -97,7 +97,7 @@ class AutoRequest:
         return tuple(config for config in configs if config.sparse is None)
 
     def sparse_time_ratio(self, n_prompt: int) -> float:
-        """Predict how long a request takes with sparse attention, as a fraction of its time with the full cache.
+        """Predict how long an answer takes with sparse attention, as a fraction of its time with the full cache.
 
         The prediction is for this machine. Return infinity if measurements are missing.
         """
@@ -253,8 +253,8 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
     time_ratio = request.sparse_time_ratio(n_prompt)
     if config.store == "memory" and time_ratio < MAX_TIME_RATIO:
         return (
-            f"on this machine {n_prompt:,} tokens and {MAX_TOKENS} of the answer take about {time_ratio:.0%} of the "
-            "full cache's time"
+            f"on this machine {MAX_TOKENS} tokens of an answer to {n_prompt:,} tokens take about {time_ratio:.0%} of "
+            "the full cache's time"
         )
     where = "stay in files" if in_files(config.store) else "fit in memory"
     bits = re.search(r"(\d+)bit", config.store or "")  # e.g. "4bit"

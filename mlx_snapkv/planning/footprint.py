@@ -159,7 +159,7 @@ class Footprint:
         page_mean_bytes = 0
         if reading is not None:
             page_mean_bytes = int(sizes.page_mean_bytes() * self.n_indexed_in_memory(n_prompt))
-        if reading is None or plan.adapts:  # a chunk may read all entries
+        if reading is None:
             n_visible = self.n_prefill_rows(plan)
         else:
             n_chosen = min(n_prompt, max(reading.reach.max_read, reading.last_reach.max_read))
@@ -231,14 +231,17 @@ class Footprint:
 
     def prefill_peak_bytes(self, plan: Plan) -> int:
         """Return the peak size of the entries during prefill, in the layers that can be compressed."""
-        reading = plan.sparse_reading
-        if reading is not None:
+        if plan.sparse is not None:
             store_bytes = plan.n_prompt * self.sizes.memory_bytes(self.config.store)
             if self.config.store == "memory":
                 return store_bytes
-            # Entries stay in the caches until a chunk first chooses entries. From then on, each chunk moves the earlier
-            # entries to the store.
-            return store_bytes + reading.n_before_choice * sum(self.sizes.bytes_by_layer())
+            # Each chunk moves the earlier entries to the store. With sparse prefill, entries stay in the caches until a
+            # chunk first chooses entries.
+            reading = plan.sparse_reading
+            n_unstored = plan.chunk_size(self.step_size)
+            if reading is not None:
+                n_unstored = reading.n_before_choice
+            return store_bytes + min(n_unstored, plan.n_prompt) * sum(self.sizes.bytes_by_layer())
         # Caches that evict during prefill are quantised from the start, others only at compression.
         is_quantised = self.config.evicts_in_blocks
         row_bytes = self.row_bytes if is_quantised else sum(self.sizes.bytes_by_layer())

@@ -30,7 +30,7 @@ from ..sparse.options import (
     Reach,
     Sparse,
 )
-from ..sparse.prompt_caches import in_files
+from ..sparse.prompt_caches import in_files, reads_sparsely
 from .config import CompressionConfig
 from .products import entries_costing
 from .prompt_plan import (
@@ -86,8 +86,7 @@ class Plan:
         decode_quota: number of prompt entries that each full-attention layer keeps for the answer. With sparse
             attention, the number that each answer token reads.
         sparse_reading: how prompt chunks choose entries. None if they read all entries.
-        adapts: whether prompt chunks and answer tokens choose entries only while that is faster than reading all
-            entries.
+        adapts: whether answer tokens choose entries only while that is faster than reading all entries.
     """
 
     n_prompt: int
@@ -177,14 +176,15 @@ class Plan:
     def capacity(self) -> int:
         """Return the number of entries that each sparse-attention cache allocates memory for.
 
-        Entries of earlier turns are included. Unless the store is "memory", every chunk that chooses entries moves the
-        earlier entries to the store before its own entries are appended, so the cache only needs room for the entries
-        that precede the first such chunk.
+        Entries of earlier turns are included. Unless the store is "memory", earlier entries move to the store before
+        each chunk. Only with sparse prefill do they stay in the cache until a chunk chooses entries.
         """
-        reading = self.sparse_reading
-        moves_to_store = self.config.store != "memory"
-        if reading is not None and moves_to_store and reading.n_before_choice < self.n_prompt:
-            return reading.n_before_choice
+        n_before_move = self.n_prompt
+        if self.config.store != "memory":
+            reading = self.sparse_reading
+            n_before_move = self.n_earlier if reading is None else reading.n_before_choice
+        if n_before_move < self.n_prompt:
+            return n_before_move
         return self.n_prompt + self.n_decoded_before_compression
 
     def chunk_size(self, step_size: int | None) -> int:
@@ -195,13 +195,9 @@ class Plan:
         if self.compress is not None:
             return policy_chunk_size(self.compress, step_size, self.n_new, n_before_voters)
         chunks_choose = self.sparse_reading is not None
-        if chunks_choose and not self.adapts:
-            return CHUNK_SIZE
-        max_size = max_chunk_size(step_size)
         if chunks_choose:
-            # A chunk that chooses entries is split into parts of at most `CHUNK_SIZE` tokens when it is read.
-            return max(CHUNK_SIZE, max_size)
-        return align_chunks_to_voters(max_size, self.n_new, n_before_voters)
+            return CHUNK_SIZE
+        return align_chunks_to_voters(max_chunk_size(step_size), self.n_new, n_before_voters)
 
 
 def plan_request(
@@ -309,7 +305,7 @@ def _plan_sparse(
 ) -> Plan:
     """Plan a request that uses sparse attention."""
     reading = None
-    if sparse.read == "sparse":
+    if reads_sparsely(sparse):
         n_cheap = 0
         if sparse.read_top_k is None:
             n_cheap = entries_costing(CHEAP_SHARE, model, layers)

@@ -42,8 +42,6 @@ MIN_SPREAD = 1 / 8
 # Kinds of measurements. The names are part of the file format.
 DECODE_FULL = "decode_all"  # an answer token that reads all entries
 DECODE_SPARSE = "decode_few"  # an answer token that reads only the entries it chooses
-READ_FULL = "read_all"  # a prompt token that reads all entries
-READ_SPARSE = "read_few"  # a prompt token whose chunk reads only the entries that the chunk chooses
 SETUP = "setup"  # building the index and the cluster means of a prompt
 
 
@@ -115,7 +113,11 @@ _Bound = Callable[[Line, float], float]  # `Line.lower_bound` or `Line.upper_bou
 
 
 class PredictedSeconds(NamedTuple):
-    """The predicted time of a prompt and its answer, with sparse attention and with the full cache."""
+    """The predicted time of an answer, with sparse attention and with the full cache.
+
+    With sparse attention, it includes the setup. The time of the prompt is left out, because by default both read it in
+    full.
+    """
 
     sparse: float
     full: float
@@ -130,22 +132,17 @@ class Speed:
 
     lines: dict[str, Line] = field(default_factory=dict)
 
-    def is_sparse_faster(
-        self, sparse_kind: str, full_kind: str, length: float, max_time_ratio: float = 1.0
-    ) -> bool | None:
-        """Return whether sparse attention takes less than `max_time_ratio` times as long as the full cache.
+    def is_sparse_faster(self, length: float) -> bool:
+        """Return whether an answer token takes less time with sparse attention than with the full cache.
 
-        Return None if one of the kinds was not measured. If a slope is unknown, the slowest possible sparse attention
-        is compared with the fastest possible full cache.
+        Both kinds must have been measured. If a slope is unknown, the slowest possible sparse attention is compared
+        with the fastest possible full cache.
         """
-        if sparse_kind not in self.lines or full_kind not in self.lines:
-            return None
-        sparse_seconds = self.lines[sparse_kind].upper_bound(length)
-        full_seconds = self.lines[full_kind].lower_bound(length)
-        return sparse_seconds < max_time_ratio * full_seconds
+        sparse_seconds = self.lines[DECODE_SPARSE].upper_bound(length)
+        return sparse_seconds < self.lines[DECODE_FULL].lower_bound(length)
 
     def predict_seconds(self, n_prompt: int, n_answer: int) -> PredictedSeconds | None:
-        """Predict how long a prompt and its answer take, with sparse attention and with the full cache.
+        """Predict how long an answer takes, with sparse attention and with the full cache.
 
         Return None if measurements are missing. If a slope is unknown, predict the longest possible time for sparse
         attention and the shortest for the full cache.
@@ -155,8 +152,8 @@ class Speed:
     def is_sparse_slower(self, n_prompt: int, n_answer: int) -> bool:
         """Return whether sparse attention is known to be slower than the full cache.
 
-        If prefill or the setup was not measured, only the answer is compared. If a slope is unknown, the fastest
-        possible sparse attention is compared with the slowest possible full cache.
+        If the setup was not measured, it is left out. If a slope is unknown, the fastest possible sparse attention is
+        compared with the slowest possible full cache.
         """
         predicted = self._predict(n_prompt, n_answer, Line.lower_bound, Line.upper_bound)
         if predicted is None and {DECODE_SPARSE, DECODE_FULL} <= self.lines.keys():
@@ -185,25 +182,18 @@ class Speed:
     def _predict(
         self, n_prompt: int, n_answer: int, sparse_bound: _Bound, full_bound: _Bound
     ) -> PredictedSeconds | None:
-        """Predict the time of a prompt and its answer, with the given bounds for sparse and full attention.
+        """Predict the time of an answer, with the given bounds for sparse and full attention.
 
         Return None if measurements are missing.
         """
         lines = self.lines
-        if not {DECODE_SPARSE, DECODE_FULL, SETUP, READ_FULL} <= lines.keys():
+        if not {DECODE_SPARSE, DECODE_FULL, SETUP} <= lines.keys():
             return None
-        # On average, this many entries come before a prompt token and before an answer token.
-        prompt_mean, answer_mean = n_prompt / 2, n_prompt + n_answer / 2
-        full_prefill = n_prompt * full_bound(lines[READ_FULL], prompt_mean)
-        full_answer = n_answer * full_bound(lines[DECODE_FULL], answer_mean)
-        # If sparse chunks were not measured, assume that sparse prefill takes as long as full prefill.
-        sparse_prefill = full_prefill
-        if READ_SPARSE in lines:
-            sparse_prefill = n_prompt * sparse_bound(lines[READ_SPARSE], prompt_mean)
+        mean_length = n_prompt + n_answer / 2  # of the text before an answer token
         setup = sparse_bound(lines[SETUP], n_prompt)
-        sparse_answer = n_answer * sparse_bound(lines[DECODE_SPARSE], answer_mean)
         return PredictedSeconds(
-            sparse=sparse_prefill + setup + sparse_answer, full=full_prefill + full_answer
+            sparse=setup + n_answer * sparse_bound(lines[DECODE_SPARSE], mean_length),
+            full=n_answer * full_bound(lines[DECODE_FULL], mean_length),
         )
 
     def with_measurements(self, measurements: Iterable[Measurement]) -> Speed:

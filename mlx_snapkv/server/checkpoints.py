@@ -12,6 +12,7 @@ from ..completions.prompt import context_tokens
 from ..engine.token_ids import common_prefix
 from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
+from ..sparse.prompt_caches import reads_sparsely
 from .requests import EngineRequest, Loaded, StoredPrefix
 
 MIN_CHECKPOINT = 128  # minimum number of tokens in a stored checkpoint or cancelled prompt
@@ -44,7 +45,7 @@ class Checkpoints:
         self._setting = config.setting
         compress = config.compress
         sparse = config.sparse
-        self._reads_sparsely = sparse is not None and sparse.read == "sparse"
+        self._reads_sparsely = sparse is not None and reads_sparsely(sparse)
         self._keeps_all_entries = not config.evicts_in_blocks
         # If every query votes for the entries to keep, caches can't be trimmed: trimming would remove tokens, but keep
         # their votes.

@@ -102,16 +102,17 @@ class Sparse(Hyperparameters):
         residual: how a token sees the entries that it does not read: as cluster "means", or not at all ("none"). A
             cluster has about 256 entries with similar keys. Each head weighs the cluster means by two factors that are
             fitted at the end of the prompt (`sparse/residual.py`).
-        read: whether a prompt chunk reads only a few of the earlier entries ("sparse"), or all of them ("dense"), as in
-            mlx-lm. With "sparse", a chunk reads the sink, the 256 tokens before the chunk, the chunk itself, and the
-            pages of 16 neighbouring entries that its queries choose.
-        read_top_k: number of entries that a prompt chunk chooses per KV head, or a share of the prompt. The default is
-            the largest of 1,024, 1/32 of the prompt, and the number of entries whose attention costs a quarter as much
-            as the model's other matrix products.
-        when: when chunks and tokens choose entries: only while that is "faster" on this machine, or "always". With
+        read: whether a prompt chunk reads all earlier entries ("dense"), as in mlx-lm, or only a few of them
+            ("sparse"), which is faster but can lose facts. With "sparse", a chunk reads the sink, the 256 tokens before
+            the chunk, the chunk itself, and the pages of 16 neighbouring entries that its queries choose. The default
+            is "sparse" if entries are in files or `read_top_k` is set, otherwise "dense".
+        read_top_k: number of entries that a prompt chunk chooses per KV head, or a share of the prompt. Not used with
+            read="dense". The default is the largest of 1,024, 1/32 of the prompt, and the number of entries whose
+            attention costs a quarter as much as the model's other matrix products.
+        when: when answer tokens choose entries: only while that is "faster" on this machine, or "always". With
             "faster", at least the first 17 tokens of an answer read all entries. With "always", only the first two do.
-            On several Macs, or if entries are in files or stored in 8 or 4 bits, chunks and tokens always choose. A
-            batch does not measure speed, but uses the times that earlier requests recorded on this machine.
+            On several Macs, or if entries are in files or stored in 8 or 4 bits, tokens always choose. A batch does not
+            measure speed, but uses the times that earlier requests recorded on this machine.
         store: where to keep all entries: in memory ("memory", or "8bit" or "4bit" to quantise them), or in a "file".
         store_dir: folder for the files, TMPDIR by default. If the options are written as a string, the folder is left
             out, because it does not affect the entries.
@@ -124,7 +125,7 @@ class Sparse(Hyperparameters):
     n_window: int | str = entry_count("6.25%", least=1)
     budget: int | str | None = entry_count(None, least=2, example="6.25%")
     residual: str | None = option("means", (None, "means").__contains__, "means or none")
-    read: str = choice("sparse", "dense")
+    read: str | None = option(None, ("dense", "sparse").__contains__, "dense or sparse")
     read_top_k: int | str | None = entry_count(None, least=16, example="12.5%")
     when: str = choice("faster", "always")
     store: str = choice(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,8 +28,7 @@ class PageRanking:
         reach: how many earlier entries a chunk reads. If there are fewer, the chunk reads all of them.
         last_reach: how many earlier entries the prompt's last tokens read.
         last_from: position where the prompt's last tokens begin.
-        may_choose: returns whether a chunk that starts at the given position is allowed to choose its entries. If not,
-            the chunk reads all entries.
+        choice_stop: chunks that start at or after this position read all entries.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PageRanking:
         reach: Reach,
         last_reach: Reach,
         last_from: float,
-        may_choose: Callable[[int], bool] = lambda start: True,
+        choice_stop: float = math.inf,
     ):
         """Store the arguments."""
         self._view = view
@@ -46,7 +46,7 @@ class PageRanking:
         self._reach = reach
         self._last_reach = last_reach
         self._last_from = last_from
-        self._may_choose = may_choose
+        self._choice_stop = choice_stop
         self._n_sink_pages = reach.n_sink // PAGE_SIZE
 
     def reads_some(self, start: int) -> bool:
@@ -91,8 +91,7 @@ class PageRanking:
         stop_page = window_start // PAGE_SIZE
         n_pages = reach.n_chosen // PAGE_SIZE
         n_candidates = stop_page - self._n_sink_pages
-        has_choice = 0 < n_pages < n_candidates
-        if has_choice and self._may_choose(start):
+        if 0 < n_pages < n_candidates and start < self._choice_stop:
             return _Choice(stop_page, n_pages)
         return None
 

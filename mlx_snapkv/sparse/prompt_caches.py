@@ -28,6 +28,13 @@ def in_files(store: str | None) -> bool:
     return store is not None and STORES[store].in_files
 
 
+def reads_sparsely(sparse: Sparse) -> bool:
+    """Return whether prompt chunks choose the entries that they read."""
+    if sparse.read is None:
+        return in_files(sparse.store) or sparse.read_top_k is not None
+    return sparse.read == "sparse"
+
+
 def make_caches(model, sparse: Sparse | None) -> list:
     """Build empty caches for a model.
 

@@ -3,9 +3,9 @@
 known   the question is part of the prompt that is compressed, so the policy may use it
 later   the document is compressed first, and each question is read on the compressed cache
 
-A document is read once for all methods that compress a full cache. A method reads the document itself if it evicts
-during prefill, accumulates the attention of all queries or uses sparse attention. A method's answer does not depend on
-the other methods.
+A document is read once for all methods that start from a full cache: policies that compress it, and sparse attention
+with dense prefill. A method reads the document itself if it evicts during prefill, accumulates the attention of all
+queries, or uses sparse prefill or a store. A method's answer does not depend on the other methods.
 """
 
 import copy
@@ -31,7 +31,9 @@ from mlx_snapkv.measure.records import Measure, Record, Results
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
+from mlx_snapkv.planning.settings import Setting
 from mlx_snapkv.sparse.options import Sparse
+from mlx_snapkv.sparse.prompt_caches import reads_sparsely
 
 from .datasets import Dataset, Document
 
@@ -116,6 +118,9 @@ class Answers:
         question = self._questions[i]
         prompt: Reading | None = None
         for method in methods:
+            if _starts_from_full_cache(method.policy):
+                yield self._answer(method, i, self._reading.full_cache())
+                continue
             if not method.shares_reading:
                 yield self._answer(method, i, make_prompt_cache(self._model))
                 continue
@@ -159,6 +164,8 @@ class Answers:
         if not isinstance(policy, Sparse):
             return prefill(self._model, self._document, policy)
         # Sparse attention reads the question as a new turn, which has its own report.
+        if _starts_from_full_cache(policy):
+            return self._reading.full_cache(), None
         fits_budget = policy.fits(len(self._document))
         key = replace(policy, top_k=None, budget=None), fits_budget
         if key not in self._sparse_caches:
@@ -223,6 +230,11 @@ class Answers:
         """Decode an answer's last tokens."""
         end_tokens = self._tokenizer.eos_token_ids
         return self._tokenizer.decode([token for token in tokens if token not in end_tokens])
+
+
+def _starts_from_full_cache(policy: Setting | None) -> bool:
+    """Return whether a policy is sparse attention that reads a question as a new turn after a full cache."""
+    return isinstance(policy, Sparse) and policy.store == "memory" and not reads_sparsely(policy)
 
 
 def _n_agreed(prompt: Reading, answer: Sequence[int], cache: list) -> int:

@@ -20,9 +20,9 @@ CASES = [
     ({"policy": KEYDIFF}, BLOCKS),
     ({"policy": "h2o:budget=40,block=16"}, BLOCKS),
     ({"policy": STAGES}, BLOCKS),
-    ({"sparse": "budget=40,read=dense"}, [61, 61, 61, 16]),  # the last 16 weigh the residual
+    ({"sparse": "budget=40"}, [61, 61, 61, 16]),  # the last 16 weigh the residual
     ({"sparse": "budget=40,read=dense,store=file"}, [61, 61, 61, 16]),
-    ({"sparse": "budget=40"}, [199]),  # one sparse chunk
+    ({"sparse": "budget=40,read=sparse"}, [199]),  # one sparse chunk
     ({"sparse": "budget=40,store=file"}, [199]),
 ]
 
@@ -69,7 +69,7 @@ def test_sparse_chunks_have_their_own_size_and_the_last_tokens_begin_a_chunk(wat
     tokens = random_tokens(n)
     for how, chunks in (("", [CHUNK_SIZE]), (f",read_top_k={PAGE_SIZE}", [9, CHUNK_SIZE - 9])):
         calls.clear()
-        sparse = f"budget=40,when=always,store={store}{how}"
+        sparse = f"budget=40,read=sparse,when=always,store={store}{how}"
         steps(model, tokens, 1, prefill_step_size=700, sparse=sparse)
         assert calls[:-2] == [CHUNK_SIZE, CHUNK_SIZE, *chunks, n - 1 - 3 * CHUNK_SIZE]
 

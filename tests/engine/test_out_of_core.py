@@ -55,6 +55,25 @@ def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, store)
     assert_same(found, plain(model, tokens[:n], 90))
 
 
+@pytest.mark.parametrize("store", ["8bit", "4bit", "file"])
+def test_dense_reading_moves_each_chunk_to_the_store(wide, store, monkeypatch):
+    """At most one chunk's entries are outside the store, so a store saves memory while a prompt is read, too."""
+    unstored = []
+    update = StoredKVCache.update_and_fetch
+
+    def watched(cache, keys, values):
+        found = update(cache, keys, values)
+        unstored.append(cache.growing.offset)
+        assert found[0].shape[2] == cache.offset  # a chunk reads all entries
+        return found
+
+    monkeypatch.setattr(StoredKVCache, "update_and_fetch", watched)
+    sparse = f"budget=60,n_sink=4,n_window=16,read=dense,when=always,store={store}"
+    cache, report = prefill(wide, random_tokens(300), sparse=sparse, prefill_step_size=64)
+    assert max(unstored) <= 64 and report.read_per_chunk is None
+    assert all(layer.layer_cache_in(cache).offset == 300 for layer in attention_layers(wide, cache))
+
+
 def test_memory_stays_flat_while_a_prompt_is_read():
     """Memory grows only by each page's mean key. The last tokens choose more pages, but not all of them."""
     model = make_llama(head_dim=64, num_hidden_layers=4)

@@ -111,5 +111,5 @@ def test_the_chunk_size_leaves_a_short_chunk_before_the_voting_queries():
     assert chunk_size(Compress(SnapKV(top_k=20)), 512) == 352
     assert chunk_size(Compress(KeyDiff(budget=100, schedule="once")), 512) == 512  # no query votes
     assert chunk_size(Compress(KeyDiff(budget=100, block=100)), 512) == 100
-    assert chunk_size(Sparse(budget=500), 2048) == CHUNK_SIZE  # the last tokens are a chunk
-    assert chunk_size(Sparse(budget=500, read="dense"), 512) == 480  # 984 = 2 * 480 + 24
+    assert chunk_size(Sparse(budget=500, read="sparse"), 2048) == CHUNK_SIZE
+    assert chunk_size(Sparse(budget=500), 512) == 480  # 984 = 2 * 480 + 24

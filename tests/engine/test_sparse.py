@@ -85,7 +85,7 @@ WRONG = [
     ({"sparse": "budget=10%,top_k=9"}, "^sparse options top_k and budget say the same: give only one$"),
     ({"sparse": "top=9"}, "^unknown sparse option 'top'.*; known: top_k, "),
     ({"sparse": "residual=mean"}, "^sparse option residual must be means or none, got 'mean'$"),
-    ({"sparse": "read=little"}, "^sparse option read must be sparse or dense, got 'little'$"),
+    ({"sparse": "read=little"}, "^sparse option read must be dense or sparse, got 'little'$"),
     ({"sparse": "read_top_k=3"}, "^sparse option read_top_k must be a whole number of entries of at least 16 or"),
     ({"sparse": 5}, "^sparse must be a Sparse object, a dict or a string, got int$"),
     ({"sparse": True, "kv_bits": 8}, "^kv_bits quantises the entries that a policy keeps, .*: give store=8bit"),

@@ -48,11 +48,10 @@ UNKNOWN = BreakEven()
 
 def test_only_a_gpu_estimates_what_was_not_measured(record, monkeypatch):
     model = make_model("llama")
-    assert sparse_pays(model) == {"reading": UNKNOWN, "decoding": UNKNOWN}
+    assert sparse_pays(model) == UNKNOWN
     monkeypatch.setattr(module, "on_gpu", lambda: True)
-    found = sparse_pays(model)
-    assert found["reading"] == UNKNOWN and found["decoding"].basis == "estimated"
-    assert sparse_pays(make_model("gemma2"))["decoding"] == UNKNOWN
+    assert sparse_pays(model).basis == "estimated"
+    assert sparse_pays(make_model("gemma2")) == UNKNOWN
     remember(model, WINS_LATER)
     monkeypatch.setattr(module, "layer_speed", None)
-    assert sparse_pays(model)["decoding"].basis == "measured"
+    assert sparse_pays(model).basis == "measured"

@@ -186,10 +186,10 @@ def test_a_mac_may_use_two_thirds_or_three_quarters_of_its_memory():
         (300, {"policy": SnapKV(budget=512)}, "nothing will be evicted: the prompt's 300 entries fit the budget"),
         (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
         (4096, {"policy": SnapKV(budget=512, lookahead=32)}, "from the answer's token 34 on"),
-        (4096, {"policy": Sparse(budget=512)},
+        (4096, {"policy": Sparse(budget=512, read="sparse")},
          "and a token of the answer at most 512 from the 18th on, while that is faster; all"),
         (800, {"policy": Sparse()}, "all entries will be read: the prompt's 800 entries fit the budget of 1024"),
-        (4096, {"policy": Sparse(budget=512, read="dense")},
+        (4096, {"policy": Sparse(budget=512)},
          "in full, a token of the answer will read at most 512 of 4,096"),
     ],
 )  # fmt: skip

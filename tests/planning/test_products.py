@@ -48,5 +48,6 @@ def test_only_the_experts_of_a_token_are_counted():
 ])  # fmt: skip
 def test_a_model_with_wide_layers_chooses_more_by_default(width, given, wanted):
     model = make_llama(**SHAPE, intermediate_size=width)
-    plan = plan_request(model, CompressionConfig(Sparse(**given)), 8000)
+    sparse = Sparse(read="sparse", **given)
+    plan = plan_request(model, CompressionConfig(sparse), 8000)
     assert plan.sparse_reading.reach.n_chosen == wanted

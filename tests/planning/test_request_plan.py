@@ -46,6 +46,25 @@ def test_a_request_follows_its_plan(llama, method):
         assert report.read_per_chunk <= plan.sparse_reading.last_reach.max_read
 
 
+@pytest.mark.parametrize(
+    "options, chooses",
+    [
+        ("", False),
+        ("store=4bit", False),
+        ("store=file", True),
+        ("read_top_k=64", True),
+        ("read=sparse", True),
+        ("store=file,read=dense", False),
+        ("read_top_k=64,read=dense", False),
+    ],
+)
+def test_chunks_choose_only_if_entries_are_in_files_or_the_user_asks_for_it(
+    llama, options, chooses
+):
+    plan = plan_request(llama, config(f"sparse:{options}".rstrip(":")), 2 * N)
+    assert (plan.sparse_reading is not None) == chooses
+
+
 def test_a_chunk_that_may_choose_little_still_chooses(llama):
     """A share of less than a page counts as one page, because zero pages would mean that the chunk reads everything."""
     how = config("sparse:budget=400,read_top_k=0.1%")

@@ -12,15 +12,13 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import Sparse
 from mlx_snapkv.planning import speed_record as module
-from mlx_snapkv.planning.break_even import BreakEven, break_evens, sentence
+from mlx_snapkv.planning.break_even import BreakEven, break_even
 from mlx_snapkv.planning.speed_record import (
     DECODE_FULL,
     DECODE_SPARSE,
     FORGETTING_RATE,
     MAX_KEYS,
     PATH_VARIABLE,
-    READ_FULL,
-    READ_SPARSE,
     SETUP,
     Line,
     Measurement,
@@ -170,15 +168,12 @@ def test_the_record_is_in_the_users_cache_folder(monkeypatch):
     assert record_path() is None
 
 
-def test_a_prompt_and_its_answer_are_predicted():
+def test_an_answer_is_predicted():
     sparse, full = speed(WINS_LATER).predict_seconds(32_000, 256)
     mean = 32_128
-    assert full == pytest.approx(32_000 * (1e-3 + 1e-7 * 16_000) + 256 * (0.01 + 1e-6 * mean))
-    assert sparse == pytest.approx(32_000 * (1e-3 + 1e-8 * 16_000) + 1 + 256 * (0.02 + 1e-7 * mean))
-    read_in_full = {name: x for name, x in WINS_LATER.items() if name != READ_SPARSE}
-    slower, _ = speed(read_in_full).predict_seconds(32_000, 256)
-    assert slower - sparse == pytest.approx(32_000 * 9e-8 * 16_000)
-    for kind in (READ_FULL, SETUP, DECODE_FULL, DECODE_SPARSE):
+    assert full == pytest.approx(256 * (0.01 + 1e-6 * mean))
+    assert sparse == pytest.approx(1 + 256 * (0.02 + 1e-7 * mean))
+    for kind in (SETUP, DECODE_FULL, DECODE_SPARSE):
         lacking = {name: x for name, x in WINS_LATER.items() if name != kind}
         assert speed(lacking).predict_seconds(32_000, 256) is None
 
@@ -198,7 +193,10 @@ def test_sparse_attention_loses_only_if_that_is_certain():
     assert speed(decoding).is_sparse_slower(8000, 256) and not speed(decoding).is_sparse_slower(
         64_000, 256
     )
-    assert not speed(WINS_LATER).is_sparse_slower(8000, 1)  # slower decoding, but faster reading
+    assert speed(WINS_LATER).is_sparse_slower(
+        64_000, 10
+    )  # the index takes longer than ten tokens save
+    assert not speed(WINS_LATER).is_sparse_slower(64_000, 256)
     assert not Speed().is_sparse_slower(8000, 256)
     one = Speed({DECODE_FULL: line((1000, 0.1)), DECODE_SPARSE: line((1000, 0.11))})
     assert one.is_sparse_slower(1000, 0) and not one.is_sparse_slower(8000, 0)
@@ -207,18 +205,10 @@ def test_sparse_attention_loses_only_if_that_is_certain():
     assert not as_fast.is_sparse_slower(8000, 256)
 
 
-def test_break_evens_have_a_length_and_a_basis():
-    found = break_evens(speed(WINS_LATER), Speed())
-    assert found == {
-        "reading": BreakEven("measured", 1024),
-        "decoding": BreakEven("measured", 16_384),
-    }
-    assert sentence(found) == (
-        "sparse reading pays from 1,024 tokens on (measured); "
-        "sparse decoding pays from 16,384 tokens on (measured)"
-    )
-    never = speed(LOSES)
-    assert "decoding pays at no length up to 1,048,576 (estimated)" in sentence(
-        break_evens(Speed(), never)
-    )
-    assert sentence(break_evens(Speed(), Speed())).startswith("no request has measured yet")
+def test_a_break_even_has_a_length_and_a_basis():
+    found = break_even(speed(WINS_LATER), Speed())
+    assert found == BreakEven("measured", 16_384)
+    assert str(found) == "sparse decoding pays from 16,384 tokens on (measured)"
+    never = break_even(Speed(), speed(LOSES))
+    assert str(never) == "sparse decoding pays at no length up to 1,048,576 (estimated)"
+    assert str(break_even(Speed(), Speed())).startswith("no request has measured yet")

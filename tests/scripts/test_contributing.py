@@ -223,7 +223,7 @@ import option_entrances, tables
 option_entrances.main("{folder}")
 print("documented:", tables.TABLES["sparse-options"]())
 """
-EXPLAINED = "        when: when chunks and tokens choose"
+EXPLAINED = "        when: when answer tokens choose"
 DECLARED = '    when: str = choice("faster", "always")\n'
 PLANNED = "    config.require_supported(model)\n"
 OPTION_EDITS = {

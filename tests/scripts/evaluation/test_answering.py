@@ -145,6 +145,25 @@ def test_the_first_tokens_of_an_answer_can_be_given(demo_tasks):
         assert "papers" not in record["answer"] and record["answer_tokens"] <= limit
 
 
+@pytest.mark.parametrize("setting", [KNOWN, LATER])
+def test_sparse_attention_after_dense_prefill_starts_from_the_shared_reading(demo_tasks, setting):
+    """The reference reads each whole prompt on its own."""
+    model, tokenizer = demo_tasks
+    dataset = suite(tokenizer, ["two-links"], [768], 1, 2)
+    chosen = method("sparse:budget=64,n_window=16")
+    records = run(model, dataset, [chosen], [setting], Results({}))
+    questions = dataset.make(dataset.places[0]).questions
+    for question, record in zip(questions, records, strict=True):
+        steps = generate_step(
+            mx.array(question.prompt), model, max_tokens=question.max_tokens, policy=chosen.policy
+        )
+        tokens = itertools.takewhile(
+            lambda token: token not in tokenizer.eos_token_ids, (token for token, _ in steps)
+        )
+        assert record["answer"].strip() == tokenizer.decode(list(tokens)).strip()
+        assert record["entries"] == 64
+
+
 def test_methods_of_sparse_attention_share_a_reading_of_the_document(demo_tasks, monkeypatch):
     """Methods that share a prefill give the same answers as methods that read the document on their own."""
     model, tokenizer = demo_tasks
