@@ -3,8 +3,9 @@
     make bench-gpu                      # ten minutes with the default model on a Mac
     make bench-gpu MODEL=REPOSITORY
 
-A document hides a fact, and the prompt asks for it at the end. The full cache, SnapKV and sparse attention read the
-prompt and answer greedily. All answers have the same length, because end-of-answer tokens do not stop them.
+A document hides a fact, and the prompt asks for it at the end. The full cache, SnapKV and sparse attention (with
+sparse prefill) read the prompt and answer greedily. All answers have the same length, because end-of-answer tokens do
+not stop them.
 """
 
 import itertools
@@ -37,7 +38,7 @@ SHARE = "budget=6.25%"
 METHODS: dict[str, dict[str, Any]] = {
     FULL_CACHE: {},
     f"SnapKV, {SHARE}": {"snapkv": SHARE},
-    f"sparse, {SHARE}": {"sparse": f"{SHARE},when=always"},
+    f"sparse, {SHARE}": {"sparse": f"{SHARE},read=sparse,when=always"},
 }
 N_FIRST = 4  # first answer tokens; later ones are decoded from the compressed cache
 COLUMNS = [

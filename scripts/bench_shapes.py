@@ -26,7 +26,7 @@ from mlx_snapkv.planning.units import format_bytes
 METHODS: dict[str, dict[str, Any]] = {
     FULL_CACHE: {},
     "SnapKV, 1/16": {"snapkv": "budget=6.25%"},
-    "sparse, 1/16, when=always": {"sparse": "budget=6.25%,when=always"},
+    "sparse, 1/16, read and decoded": {"sparse": "budget=6.25%,read=sparse,when=always"},
     "sparse, 1/16": {"sparse": "budget=6.25%"},
 }
 COLUMNS = ["shape", "prompt", "cache", "request", "first token", "tokens/s", "peak memory"]

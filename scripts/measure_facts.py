@@ -80,10 +80,9 @@ def ways(tokens: int) -> Iterator[Way]:
     for share in SHARES:
         budget = tokens // share
         decode_budget = max(budget, MIN_ENTRIES)
-        read_densely = f"{sparse(decode_budget)},read=dense"
         read_sparsely = f"{sparse(decode_budget, 'file')},read_top_k={decode_budget}"
         two_policies = f"{keydiff(budget)} then {snapkv(decode_budget)}"
-        yield Way("resident", "sparse, read densely", share=share, sparse=read_densely)
+        yield Way("resident", "sparse, read densely", share=share, sparse=sparse(decode_budget))
         yield Way("resident", "sparse", share=share, sparse=read_sparsely)
         yield Way("resident", "KeyDiff", keydiff(budget), share=share)
         yield Way("resident", "KeyDiff, then SnapKV", two_policies, share=share)

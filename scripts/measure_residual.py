@@ -84,7 +84,7 @@ def compare(model, tokens: list[int], following: list[int], share: float) -> Ite
         share_of_means = 1 / size if size else 0
         share_of_entries = share - share_of_means
         residual = "means" if size else "none"
-        sparse = f"budget={100 * share_of_entries}%,read=dense,when=always,residual={residual}"
+        sparse = f"budget={100 * share_of_entries}%,when=always,residual={residual}"
         with grouping(group, size):
             options = {"prompt_cache": copy.deepcopy(cache), "sparse": sparse}
             logprobs = predictions(model, latest, following, **options)

@@ -35,7 +35,7 @@ NEVER = -100.0  # OpenAI's smallest logit_bias
 WAIT = 600  # seconds within which a server must start
 SERVERS = {
     "mlx_lm.server": ("mlx_lm", "server"),
-    "ours, sparse": ("mlx_snapkv", "serve", "--sparse", "budget=6.25%"),
+    "ours, sparse": ("mlx_snapkv", "serve", "--sparse", "budget=6.25%,read=sparse"),
     "ours, SnapKV": ("mlx_snapkv", "serve", "--snapkv", "budget=6.25%"),
 }
 

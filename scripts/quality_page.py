@@ -33,14 +33,10 @@ tokens whose most likely token is the same. There are three settings:
   before them, or a `lookahead` and one more.
 - *Answer, question later*: the piece is compressed before the question, and the full cache's own answer is scored.
 
-**Sparse attention** reads each prompt itself, with `when=always`:
-
-- Up to 2,048 tokens (4,096 with Qwen2.5-Coder-1.5B), a prompt is [read in full](sparse.md#how-a-prompt-is-read). So
-  tables of at most these lengths measure decoding only, except for 19 tokens of one `fwe` prompt. Tables of longer
-  prompts measure reading, too.
-- Up to 8,192 tokens, a token ranks entries by exact attention. Only longer prompts use the
-  [index](sparse.md#what-an-answer-reads), so only their figures measure it, and those of
-  [the residual](sparse.md#the-residual).
+**Sparse attention** is measured with `when=always`. Prompts are [read in full](sparse.md#how-a-prompt-is-read), unless
+the setting contains `read=sparse`, so tables measure decoding only. Up to 8,192 tokens, a token ranks entries by exact
+attention. Only longer prompts use the [index](sparse.md#what-an-answer-reads), so only their figures measure it, and
+those of [the residual](sparse.md#the-residual).
 
 *Entries* are those that a policy keeps, or that a token reads with sparse attention. *KV memory* of sparse attention
 is all entries, plus what one token reads (entries, means and, above 8,192 tokens, the index). So it is larger than the
