@@ -3,9 +3,9 @@
     make real-models
     python scripts/measure_associations.py --model real-models/smollm2-135m-instruct --lengths 2048 --texts 6; make docs
 
-The texts mix essays, code, logs, dialogues and tables (scripts/evaluation/associations.py). A text is read once with
-the full cache, and once by all methods of sparse attention. Policies are asked in two settings: the question is in the
-prompt that is compressed (known), or the text is compressed before the question is read (later). Sparse attention
+The texts mix essays, code, logs, dialogues and tables (scripts/evaluation/associations.py). A text is read once for
+the full cache and sparse attention, and once for the policies. Policies are asked in two settings: the question is in
+the prompt that is compressed (known), or the text is compressed before the question is read (later). Sparse attention
 evicts nothing: it reads each question after the text, as the next turn.
 
 Every answer is added to build/associations/MODEL.jsonl immediately. A later run continues from there, even with
@@ -93,15 +93,13 @@ def measure(
     """Ask the full cache and policies in both settings, and sparse attention after the text."""
     sparse_methods = [method for method in methods if isinstance(method.policy, Sparse)]
     policy_methods = [method for method in methods if method not in sparse_methods]
-    full_and_policies = [Method(), *policy_methods]
-    bars.start("texts, policies", len(dataset.places))
-    records = run(model, dataset, full_and_policies, ANSWER_SETTINGS, results, bars.count_step)
-    bars.start("texts, sparse attention", len(dataset.places))
-    records += run(model, dataset, sparse_methods, [LATER], results, bars.count_step)
-    # The full cache's answers do not depend on the setting.
-    return [
-        record for record in records if record["method"] != FULL_CACHE or record["setting"] == LATER
-    ]
+    full_and_sparse = [Method(), *sparse_methods]  # their answers do not depend on the setting
+    bars.start("texts, full cache and sparse attention", len(dataset.places))
+    records = run(model, dataset, full_and_sparse, [LATER], results, bars.count_step)
+    if policy_methods:
+        bars.start("texts, policies", len(dataset.places))
+        records += run(model, dataset, policy_methods, ANSWER_SETTINGS, results, bars.count_step)
+    return records
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
     kind, _, following = case
     full_logprobs = predictions(model, case, None)
     for top_k in top_ks:
-        logprobs = predictions(model, case, Sparse(read_top_k=top_k, when="always"))
+        logprobs = predictions(model, case, Sparse(read_top_k=top_k))
         is_right = mx.argmax(logprobs, axis=-1) == mx.array(following)
         yield {
             "kind": kind,

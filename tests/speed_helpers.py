@@ -13,7 +13,7 @@ from mlx_snapkv.planning.speed_record import (
 LENGTHS = (1000, 8000, 64_000)  # tokens; the speeds were measured at these lengths
 
 # For each kind, the seconds `a + b * length` of a machine on which sparse attention always loses, and of one on which
-# it decodes faster from about 12,000 tokens on.
+# it decodes faster from about 11,000 tokens on.
 LOSES = {
     SETUP: (1.0, 0),
     DECODE_FULL: (0.01, 1e-7),

@@ -194,7 +194,9 @@ class CompressedBatchGenerator(BatchGenerator):
         assert plan.sparse is not None
         n_answer = min(max_tokens, MAX_TOKENS)
         speed = speed_of(self.model, plan.sparse)
-        return SLOWER_REASON if speed.is_sparse_slower(plan.n_prompt, n_answer) else None
+        has_index = plan.n_earlier > 0
+        is_slower = speed.is_sparse_slower(plan.n_prompt, n_answer, has_index)
+        return SLOWER_REASON if is_slower else None
 
     def _next(self) -> Any:
         """Run one step, like mlx-lm.

@@ -35,7 +35,7 @@ HELP_WIDTH = 100  # columns, on terminals that are wide enough
 
 app = typer.Typer(
     help="Long prompts with mlx-lm, faster or in less memory. --snapkv evicts entries: it saves memory, and time per "
-    "token of the answer. --sparse keeps all entries and reads few of them, while that is faster.",
+    "token of the answer. --sparse keeps all entries, and its answers read few of them, while that is faster.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
     add_completion=False,
     rich_markup_mode=None,

@@ -196,7 +196,7 @@ class PolicyOptions:
     snapkv: Snapkv = None
     sparse: Annotated[
         str | None,
-        Option(help='Keep all entries and read few, such as "top_k=2048" ("" for defaults).'),
+        Option(help='Keep all entries; answers read few, such as "top_k=2048" ("" for defaults).'),
     ] = None
 
     @property

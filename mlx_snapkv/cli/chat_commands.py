@@ -204,9 +204,8 @@ def _compare(session: Session, _: str) -> None:
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
     policy = conversation.policy
     try:
-        # Only the last turn is read again with full attention. The entries of earlier turns, which sparse attention
-        # computed, are reused.
-        conversation.policy = Sparse(budget="100%", read="dense")
+        # Only the last turn is read again with full attention. The entries of earlier turns are reused as they are.
+        conversation.policy = Sparse(budget="100%")
         is_same = _answer_again(session)
     finally:
         conversation.policy = policy

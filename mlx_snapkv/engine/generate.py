@@ -49,7 +49,7 @@ def generate_step(
             docs/choose.md recommends for this prompt and machine.
         sparse: sparse attention instead of a policy: True, a `Sparse`, or its options as a dict or a `"key=value,..."`
             string. Nothing is evicted. Instead, answer tokens read only some of the entries, by default only while
-            that is faster.
+            that is faster. If entries are in files, prompt chunks do so, too.
         on_report: called with the `CompressionReport` before the first token from the compressed cache is yielded.
         **kwargs: keyword arguments for mlx-lm.
 

@@ -22,7 +22,7 @@ MAX_PAIR_BYTES = 3 * 4
 class Pieces:
     """Calls a model on a chunk piece by piece, and returns the logits of the last piece.
 
-    With sparse attention, each piece chooses the entries that it reads.
+    With sparse prefill, each piece chooses the entries that it reads.
 
     Args:
         model: the mlx-lm model.

@@ -83,9 +83,7 @@ class Request:
         if plan.sparse is None:
             self.caches = prefill_caches(plan, self.layers, prompt_cache)
         else:
-            self._sparse_mode = SparseMode(
-                model, plan, self.layers, prompt_cache, self._call_in_pieces
-            )
+            self._sparse_mode = SparseMode(plan, self.layers, prompt_cache, self._call_in_pieces)
             self.caches = self._sparse_mode.prefill_caches()
         self.is_compressed = False
         self._started: float | None = None

@@ -1,7 +1,7 @@
 """Prefill and decoding caches for requests with sparse attention."""
 
 import math
-from typing import Any, final
+from typing import final
 
 import mlx.core as mx
 
@@ -24,7 +24,6 @@ from ..sparse.page_means import PageMeans
 from ..sparse.page_ranking import PageRanking
 from ..sparse.prefill_cache import SparsePrefillKVCache
 from ..sparse.token_ranking import TokenRanking
-from .loop_model import Evaluation
 from .pieces import Pieces
 from .report import CompressionReport
 
@@ -34,7 +33,6 @@ class SparseMode:
     """Reads the prompt of a sparse request, and switches its answer between sparse and full attention.
 
     Args:
-        model: the mlx-lm model.
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: the caches that store all entries.
@@ -43,7 +41,6 @@ class SparseMode:
 
     def __init__(
         self,
-        model: Any,
         plan: Plan,
         layers: list[AttentionLayer],
         prompt_cache: list,
@@ -57,7 +54,6 @@ class SparseMode:
         self._prompt_cache = prompt_cache
         self._call_in_pieces = pieces
         self._choosing_layers = sparse_layers(layers)
-        self._evaluate = Evaluation()
 
     def prefill_caches(self) -> list:
         """Create the caches that mlx-lm's loop reads a prompt into.
@@ -88,7 +84,7 @@ class SparseMode:
         return caches
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model on a chunk `(1, L)`, and return the logits of its last token.
+        """Call the model on a chunk `(1, L)`, and return the logits of its last piece; see `Pieces`.
 
         With dense prefill, earlier chunks' entries are first moved to the store, so that at most one chunk's entries
         are kept outside it. With sparse prefill, a chunk that chooses entries and contains the start of the prompt's
@@ -102,7 +98,7 @@ class SparseMode:
         n_before_last = reading.last_from - first_cache.offset
         if first_cache.reads_some and 0 < n_before_last < inputs.shape[1]:
             self._call_in_pieces(inputs[:, :n_before_last], cache)
-            self._evaluate(cache)
+            mx.eval([layer_cache.state for layer_cache in cache])
             inputs = inputs[:, n_before_last:]
         return self._call_in_pieces(inputs, cache)
 

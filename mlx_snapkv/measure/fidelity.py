@@ -28,7 +28,7 @@ from ..sparse.options import Sparse
 from .divergence import Reference
 from .intervals import LEAST_TEXTS, difference, interval
 from .methods import FULL_CACHE, KNOWN, LATER, Method
-from .reading import Reading, lookahead_of, read_once, read_sparsely, shares_reading
+from .reading import Reading, lookahead_of, read_for_sparse, read_once, shares_reading
 from .records import Results
 from .tables import Page, Record, Summary, Table, grouped, table_of
 from .texts import Frame, Piece, frame_of
@@ -245,7 +245,7 @@ def _compressed_cache(
         # If there is a question, read it as a later turn, except for its last token. `Reference.predictions` feeds that
         # token, to get the prediction of the first judged token.
         later_tokens = reference.prompt[len(reading.tokens) : -1]
-        return read_sparsely(reading.model, policy, reading.tokens, later_tokens)
+        return read_for_sparse(reading.model, policy, reading.tokens, later_tokens)
     if setting == KNOWN:
         return reading.compress(policy, answering=True)
     return reading.compress(without_lookahead(policy))

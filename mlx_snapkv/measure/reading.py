@@ -39,7 +39,7 @@ def shares_reading(setting: Setting | None) -> bool:
     """Return whether a policy can choose its entries from full caches that it shares with other policies.
 
     Also return True for the full cache (None). Some settings need a separate pass over the prompt: block policies evict
-    during prefill, h2o accumulates the attention of all queries, and sparse attention keeps entries in a store.
+    during prefill, h2o accumulates the attention of all queries, and sparse attention reads into caches of its own.
     """
     if setting is None:
         return True
@@ -295,7 +295,7 @@ def read_once(
     )
 
 
-def read_sparsely(
+def read_for_sparse(
     model: Any, sparse: Sparse, tokens: Sequence[int], later_tokens: Sequence[int] = ()
 ) -> tuple[list, CompressionReport]:
     """Read a prompt with sparse attention. Return the caches to decode an answer from, and the report.

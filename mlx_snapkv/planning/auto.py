@@ -53,8 +53,8 @@ CANDIDATES = {
 # A long prompt gets the full cache only if the peak memory, including the weights, is at most this fraction of the
 # usable memory. The rest is left to other programs.
 FULL_CACHE_SHARE = 0.75
-# Sparse attention is preferred to the full cache only if reading the prompt and generating `MAX_TOKENS` answer tokens
-# takes less than this fraction of the full cache's time.
+# Sparse attention is preferred to the full cache only if `MAX_TOKENS` answer tokens, including the index, take less
+# than this fraction of the full cache's time.
 MAX_TIME_RATIO = 0.95
 
 
@@ -169,8 +169,8 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
 
     If none fits, recommend the one that takes the least memory. A short prompt gets the full cache if the cache fits. A
     longer prompt gets the full cache only if that leaves enough memory for other programs. Even then, sparse attention
-    is preferred if it is allowed and known to be clearly faster on this machine. A model that can't be compressed
-    always gets the full cache.
+    is preferred if it is allowed and its answers are known to be clearly faster on this machine. A model that can't be
+    compressed always gets the full cache.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -260,7 +260,9 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
     bits = re.search(r"(\d+)bit", config.store or "")  # e.g. "4bit"
     if bits is not None:
         where += f" in {bits[1]} bits"
-    return f"all entries {where}, so that every token can choose the few that it reads"
+    return (
+        f"all entries {where}, so that every token of the answer can choose the few that it reads"
+    )
 
 
 def _why_not_best(best: _Candidate, usable: int, kv_limit: int) -> str:

@@ -125,7 +125,7 @@ class CompressionConfig:
             return f"--policy {shlex.quote(str(self.setting))}"
         _, _, sparse_options = str(self.sparse).partition(":")  # from "sparse:OPTIONS"
         # The flag requires a value, so pass a default explicitly.
-        return f"--sparse {shlex.quote(sparse_options or 'read=sparse')}"
+        return f"--sparse {shlex.quote(sparse_options or 'when=faster')}"
 
     @property
     def compress(self) -> Compress | None:

@@ -46,7 +46,7 @@ from .prompt_plan import (
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 FULL_CACHE_REASON = "the full cache was asked for"
 SLOWER_REASON = (
-    "sparse attention was slower than the full cache at this length on this machine; "
+    "earlier requests on this machine show that this answer takes longer with sparse attention; "
     "when=always uses it anyway"
 )
 EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
@@ -54,7 +54,7 @@ EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
 
 @dataclass(frozen=True)
 class SparseReading:
-    """Limits on the earlier entries that each chunk of a prompt reads. Used with sparse attention.
+    """Limits on the earlier entries that each chunk of a prompt reads. Used with sparse prefill.
 
     Attributes:
         reach: how many earlier entries a chunk reads. If there are fewer, the chunk reads all of them.
@@ -156,7 +156,7 @@ class Plan:
 
     @property
     def observes(self) -> bool:
-        """Return whether prompt queries are captured to vote, or to choose entries for a chunk."""
+        """Return whether prompt queries are captured, to vote or, with sparse attention, for the index and chunks."""
         return self.compress is None or self.compress.observes
 
     @property

@@ -149,13 +149,20 @@ class Speed:
         """
         return self._predict(n_prompt, n_answer, Line.upper_bound, Line.lower_bound)
 
-    def is_sparse_slower(self, n_prompt: int, n_answer: int) -> bool:
-        """Return whether sparse attention is known to be slower than the full cache.
+    def is_sparse_slower(self, n_prompt: int, n_answer: int, has_index: bool = False) -> bool:
+        """Return whether an answer is known to take longer with sparse attention than with the full cache.
 
         If the setup was not measured, it is left out. If a slope is unknown, the fastest possible sparse attention is
         compared with the slowest possible full cache.
+
+        Args:
+            n_prompt: prompt length in tokens.
+            n_answer: answer length in tokens.
+            has_index: whether an earlier turn has built the index, so that there is no setup.
         """
-        predicted = self._predict(n_prompt, n_answer, Line.lower_bound, Line.upper_bound)
+        predicted = None
+        if not has_index:
+            predicted = self._predict(n_prompt, n_answer, Line.lower_bound, Line.upper_bound)
         if predicted is None and {DECODE_SPARSE, DECODE_FULL} <= self.lines.keys():
             mean_length = n_prompt + n_answer / 2
             predicted = PredictedSeconds(
@@ -296,7 +303,8 @@ def _record_key(model: Any, sparse: Sparse) -> str | None:
         return None
     machine = [processor(), str(mx.default_device()), str(this_machine().memory)]
     versions = [f"mlx {version('mlx')}", f"mlx-snapkv {__version__}"]
-    method = str(replace(sparse, when="faster"))
+    # Only answer tokens are measured, so it does not matter how prompts are read.
+    method = str(replace(sparse, when="faster", read=None, read_top_k=None))
     return "; ".join([*machine, *versions, *shape_texts, method])
 
 

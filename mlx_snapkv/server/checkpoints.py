@@ -12,7 +12,6 @@ from ..completions.prompt import context_tokens
 from ..engine.token_ids import common_prefix
 from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
-from ..sparse.prompt_caches import reads_sparsely
 from .requests import EngineRequest, Loaded, StoredPrefix
 
 MIN_CHECKPOINT = 128  # minimum number of tokens in a stored checkpoint or cancelled prompt
@@ -45,7 +44,7 @@ class Checkpoints:
         self._setting = config.setting
         compress = config.compress
         sparse = config.sparse
-        self._reads_sparsely = sparse is not None and reads_sparsely(sparse)
+        self._is_sparse = sparse is not None
         self._keeps_all_entries = not config.evicts_in_blocks
         # If every query votes for the entries to keep, caches can't be trimmed: trimming would remove tokens, but keep
         # their votes.
@@ -82,8 +81,11 @@ class Checkpoints:
         return caches, n_cached
 
     def _must_not_share_caches(self, body: Body) -> bool:
-        """Return whether a request needs its own caches: it wants the full cache, but other requests read sparsely."""
-        return bool(body.full_cache) and self._reads_sparsely
+        """Return whether a request needs its own caches: it wants the full cache, and others use sparse attention.
+
+        Stored entries may have been quantised, or read sparsely.
+        """
+        return bool(body.full_cache) and self._is_sparse
 
     def checkpoint_lengths(self, body: Body, prompt: list[int]) -> list[int]:
         """Return the prompt lengths at which copies of the caches are stored, in ascending order.
@@ -147,8 +149,8 @@ class Checkpoints:
 
         Also write the stored caches to a file, if prefixes are kept on disk.
         """
-        # Other requests can't continue from a full cache if they evict entries during prefill or read sparsely.
-        others_need_different_caches = self._reads_sparsely or not self._keeps_all_entries
+        # Other requests can't continue from a full cache if they evict entries during prefill or use a store.
+        others_need_different_caches = self._is_sparse or not self._keeps_all_entries
         if request.body.full_cache and others_need_different_caches:
             return
         self.insert_prompt(request, tokens, caches)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from ..caches.layers import file_bytes, first_sparse_position, memory_bytes
+from ..caches.layers import file_bytes, first_sparse_position, layer_caches, memory_bytes
 from ..planning.units import format_bytes
 from ..sparse.prompt_caches import caches_in_files
 from .log import log
@@ -48,7 +48,7 @@ class PrefixCache:
         Args:
             tokens: token ids of the prompt.
             n_unshared: number of tokens at the prompt's end that must not come from the caches.
-            exact: whether to exclude entries computed with sparse attention.
+            exact: whether to exclude entries computed with sparse attention, and quantised entries.
 
         Returns: `([], 0)` if no prefix can be used.
         """
@@ -65,13 +65,12 @@ class PrefixCache:
                 return self.fetch(tokens, n_unshared, exact)
             caches = caches_in_file
             self._insert_if_fits(prefix.ids, caches)
-        # If `exact`, use only the entries before the first one that was computed with sparse attention.
-        sparse_from = first_sparse_position(caches) if exact else None
-        if sparse_from is not None and sparse_from < n_served:
-            can_trim = sparse_from > 0 and prefix.is_trimmable
+        inexact_from = _first_inexact_position(caches) if exact else None
+        if inexact_from is not None and inexact_from < n_served:
+            can_trim = inexact_from > 0 and prefix.is_trimmable
             if not can_trim:
                 return [], 0
-            n_served = sparse_from
+            n_served = inexact_from
         caches_of_request = copy.deepcopy(caches)
         trim_prompt_cache(caches_of_request, len(prefix.ids) - n_served)
         return caches_of_request, n_served
@@ -125,6 +124,15 @@ class PrefixCache:
         self._prefixes = prefixes
         self.nbytes = sum(memory_bytes(prefix.caches) for prefix in prefixes)
         self.file_nbytes = sum(file_bytes(prefix.caches) for prefix in prefixes)
+
+
+def _first_inexact_position(caches: list) -> int | None:
+    """Return the position of the first entry that is quantised or was computed with sparse attention, or None."""
+    for cache in layer_caches(caches):
+        store_quantization = None if cache.store is None else cache.store.quantization
+        if cache.quantization is not None or store_quantization is not None:
+            return 0
+    return first_sparse_position(caches)
 
 
 def _evict(prefixes: list[Prefix], max_bytes: int, bytes_of: Callable[[list], int]) -> list[Prefix]:

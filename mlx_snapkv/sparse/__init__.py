@@ -1,1 +1,1 @@
-"""Sparse attention: caches keep all entries, and each prompt chunk or answer token reads only a few of them."""
+"""Sparse attention: caches keep all entries, and each answer token, or prompt chunk, reads only a few of them."""

@@ -20,7 +20,7 @@ from ..hyperparameters import (
     smallest_budget,
 )
 
-CHUNK_SIZE = 512  # prompt tokens per chunk; all of a chunk's tokens read the same earlier entries
+CHUNK_SIZE = 512  # prompt tokens per chunk with sparse prefill; all of a chunk's tokens read the same earlier entries
 CHUNK_WINDOW = 256  # a chunk always reads this many tokens before it
 # A prompt's last tokens read more entries, because they usually contain the question.
 LAST_TOKENS = 512
@@ -87,7 +87,7 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Hyperparameters):
-    """Keeps all entries, but lets each token read only a sink, a recent window and the entries that its queries choose.
+    """Keeps all entries, but each answer token reads only a sink, a recent window and the entries its queries choose.
 
     If the prompt fits the budget, mlx-lm's full attention is used.
 
@@ -103,9 +103,9 @@ class Sparse(Hyperparameters):
             cluster has about 256 entries with similar keys. Each head weighs the cluster means by two factors that are
             fitted at the end of the prompt (`sparse/residual.py`).
         read: whether a prompt chunk reads all earlier entries ("dense"), as in mlx-lm, or only a few of them
-            ("sparse"), which is faster but can lose facts. With "sparse", a chunk reads the sink, the 256 tokens before
-            the chunk, the chunk itself, and the pages of 16 neighbouring entries that its queries choose. The default
-            is "sparse" if entries are in files or `read_top_k` is set, otherwise "dense".
+            ("sparse"), which was faster on a CPU but can lose facts. With "sparse", a chunk reads the sink, the 256
+            tokens before the chunk, the chunk itself, and the pages of 16 neighbouring entries that its queries choose.
+            The default is "sparse" if entries are in files or `read_top_k` is set, otherwise "dense".
         read_top_k: number of entries that a prompt chunk chooses per KV head, or a share of the prompt. Not used with
             read="dense". The default is the largest of 1,024, 1/32 of the prompt, and the number of entries whose
             attention costs a quarter as much as the model's other matrix products.

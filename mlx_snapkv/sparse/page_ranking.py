@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ class PageRanking:
         reach: Reach,
         last_reach: Reach,
         last_from: float,
-        choice_stop: float = math.inf,
+        choice_stop: float,
     ):
         """Store the arguments."""
         self._view = view

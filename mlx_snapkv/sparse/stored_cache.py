@@ -33,9 +33,10 @@ _FILES_MISSING = (
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
     """A KV cache that keeps all of a layer's entries, and records the post-RoPE queries that `observe` asks for.
 
-    A plain in-memory store always has all entries. With any other store, new entries move to the store at the end of a
-    prompt, or chunk by chunk during sparse prefill. With full attention, each `update_and_fetch` reads all entries from
-    the store and dequantises them, so that only one layer has plain copies in memory at a time.
+    A plain in-memory store always has all entries. With any other store, a chunk's entries move to the store before the
+    next chunk is read, and the last ones at the end of the prompt. With sparse prefill, entries stay in memory until a
+    chunk first chooses. With full attention, each `update_and_fetch` reads all entries from the store and dequantises
+    them, so that only one layer has plain copies in memory at a time.
 
     If entries are in files, mlx-lm's `save_prompt_cache` writes only the index, without its codes, and the first entry,
     which records shapes and dtypes. `saved.book` saves the files next to the prompt cache, and opens them when the

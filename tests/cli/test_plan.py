@@ -145,7 +145,7 @@ def loaded():
     return load_without_weights("demo")
 
 
-def test_plan_says_from_which_length_sparse_attention_pays(call, loaded, record):
+def test_plan_says_from_which_length_sparse_decoding_pays(call, loaded, record):
     """From that length, plan also recommends sparse attention, but not for another machine."""
     asked = [*PLAN, "--context", "32k"]
     assert "no request has measured yet whether sparse decoding pays" in call(*asked)[1]
@@ -161,7 +161,7 @@ def test_plan_says_from_which_length_sparse_attention_pays(call, loaded, record)
     assert other["taken"][0]["policy"] is None and other["sparse_pays"] is None
 
 
-def test_doctor_says_from_which_length_sparse_attention_pays(call, loaded, record):
+def test_doctor_says_from_which_length_sparse_decoding_pays(call, loaded, record):
     for model in ([], ["--model", "demo"]):
         record.unlink(missing_ok=True)
         assert (

@@ -175,7 +175,7 @@ def test_compare_in_a_chat_is_refused_after_entries_were_evicted(call, document)
     assert code == 2 and "the evicted entries are gone: chat with --sparse" in err
 
 
-def test_plans_count_the_memory_and_time_of_sparse_attention(call):
+def test_plans_count_the_memory_of_sparse_attention(call):
     asked = ["plan", "--model", "demo", "--context", "16k", "--json"]
     full, sparse = json.loads(call(*asked, "--sparse", "top_k=512")[1])["plans"]
     assert sparse["policy"] == "sparse:top_k=512"

@@ -1,4 +1,4 @@
-"""Prompts with entries in files: sparse reading, flat memory, and continued prompts."""
+"""Prompts whose entries go to a store: reading, flat memory, and continued prompts."""
 
 import gc
 

@@ -80,7 +80,7 @@ def test_impossible_prompts_and_policies_are_refused(tiny_model, tokens, policy,
 @pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 @pytest.mark.parametrize("sparse", ["budget=60", "budget=200"])  # the second has nothing to choose
 @pytest.mark.parametrize("given", [False, True])
-def test_a_text_read_sparsely_is_complete_in_the_requested_store(
+def test_a_text_read_for_sparse_attention_is_complete_in_the_requested_store(
     tokens, store, sparse, given, tmp_path
 ):
     """The caches are in the caller's list, if it passed one, and can be saved."""

@@ -1,11 +1,12 @@
 """mlx-lm options that conflict with a setting are rejected in one sentence, when it is chosen or about to compress."""
 
 import re
+import shlex
 
 import pytest
 from request_helpers import assert_same, plain, steps
 
-from mlx_snapkv import SnapKVError
+from mlx_snapkv import SnapKVError, Sparse
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.settings import setting_named
 
@@ -42,3 +43,10 @@ def test_options_that_exclude_nothing_are_not_refused():
 def test_a_prompt_that_is_not_compressed_may_have_a_rotating_cache(tiny_model, tokens, method):
     found = steps(tiny_model, tokens, max_kv_size=64, **method)
     assert_same(found, plain(tiny_model, tokens, max_kv_size=64))
+
+
+@pytest.mark.parametrize("text", ["sparse", "sparse:budget=6.25%,store=4bit", "sparse:read=sparse"])
+def test_printed_flags_select_the_same_setting(text):
+    config = CompressionConfig(setting_named(text))
+    flag, options = shlex.split(config.flags)
+    assert flag == "--sparse" and Sparse.from_string(options) == config.sparse

@@ -147,6 +147,16 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(record, model, monkeypatch
     assert record.read_bytes() == before and list(record.parent.iterdir()) == [record]
 
 
+def test_requests_that_read_their_prompts_differently_share_a_record(record, model):
+    record_measurements(model, Sparse(read="sparse", when="always"), ONE)
+    record_measurements(model, Sparse(read_top_k=512), ONE)
+    assert speed_of(model, Sparse()) != Speed() and len(_keys(record)) == 1
+
+
+def _keys(record):
+    return json.loads(record.read_text())["speeds"]
+
+
 def test_the_oldest_keys_are_dropped(record, model):
     for n in range(MAX_KEYS + 2):
         record_measurements(model, Sparse(budget=2000 + n), ONE)
@@ -197,6 +207,7 @@ def test_sparse_attention_loses_only_if_that_is_certain():
         64_000, 10
     )  # the index takes longer than ten tokens save
     assert not speed(WINS_LATER).is_sparse_slower(64_000, 256)
+    assert not speed(WINS_LATER).is_sparse_slower(64_000, 10, has_index=True)
     assert not Speed().is_sparse_slower(8000, 256)
     one = Speed({DECODE_FULL: line((1000, 0.1)), DECODE_SPARSE: line((1000, 0.11))})
     assert one.is_sparse_slower(1000, 0) and not one.is_sparse_slower(8000, 0)

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import openai
 import pytest
-from batch_file_helpers import COLD, FACT
-from server_helpers import POLICY, ask, connected, load_named, serving, talk
+from server_helpers import POLICY, connected, load_named, serving
 
 from mlx_snapkv import Sparse, generate
 
@@ -184,17 +183,6 @@ def test_model_names_and_mistakes(client):
         client.files.list()
 
 
-def test_a_short_prompt_continues_from_quantised_entries():
-    """A prompt below the budget is decoded in mlx-lm's batches, which support only plain entries."""
-    with serving(policy=Sparse(budget=256, store="4bit")) as served:
-        (long, _, kept), (short, n_known, plain) = (
-            ask(served, talk(FACT + COLD * n + "What is the access code of the amber falcon?"))
-            for n in (80, 20)
-        )
-    assert long == short == "482913" and n_known > 50
-    assert kept["mlx_snapkv"]["entries"] and not plain["mlx_snapkv"]["entries"]
-
-
 def test_full_cache_true_answers_from_all_entries(demo_llama):
     body = {"prompt": "The key of the door is here. " * 60, "max_tokens": 12}
     bodies = body, body | {"full_cache": True}, body
@@ -209,6 +197,34 @@ def test_full_cache_true_answers_from_all_entries(demo_llama):
     for each in (full, again):
         n_known = each["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert n_known > 300
+
+
+@pytest.mark.parametrize("store", ["memory", "4bit"])
+def test_full_cache_true_does_not_use_entries_of_sparse_attention(demo_llama, store):
+    body = {"prompt": "The key of the door is here. " * 60, "max_tokens": 12}
+    policy = Sparse(budget=64, n_window=16, store=store)
+    with serving(policy=policy) as served:
+        sparse, full, again = (
+            served.post("/v1/completions", each).json()
+            for each in (body, body | {"full_cache": True}, body)
+        )
+    assert full["choices"][0]["text"].strip() == generate(*demo_llama, **body)
+    assert full["mlx_snapkv"]["entries"] is None
+    assert [
+        each["usage"]["prompt_tokens_details"]["cached_tokens"] > 300
+        for each in (sparse, full, again)
+    ] == [False, False, True]
+
+
+def test_a_prompt_that_fits_the_budget_does_not_use_quantised_entries(demo_llama):
+    text = "The key of the amber door is here, and the lamp of the quiet harbour is there. " * 30
+    short = {"prompt": text[: len(text) // 2], "max_tokens": 12}
+    with serving(policy=Sparse(budget=400, n_window=16, store="4bit")) as served:
+        long = served.post("/v1/completions", short | {"prompt": text}).json()
+        after = served.post("/v1/completions", short).json()
+    assert long["mlx_snapkv"]["entries"] == 400 and after["mlx_snapkv"]["entries"] is None
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert after["choices"][0]["text"].strip() == generate(*demo_llama, **short)
 
 
 def test_a_prompt_that_fits_the_budget_shares_only_what_was_read_in_full():

@@ -1,6 +1,7 @@
 """Prompt chunks that choose the pages they read: against float64 NumPy, and in models of all kinds."""
 
 import functools
+import math
 
 import mlx.core as mx
 import numpy as np
@@ -57,7 +58,7 @@ def sparse_caches(model, reach, store="memory", last_from=1 << 30):
         stored = layer.cache_in(caches)
         stored.layer = layer
         views.append(FullView([stored.store], layer))
-        ranking = PageRanking(views[-1], PageMeans(), reach, ALL, last_from)
+        ranking = PageRanking(views[-1], PageMeans(), reach, ALL, last_from, math.inf)
         if not layer.borrowers:
             layer.put(caches, SparsePrefillKVCache(stored, ranking))
     return caches, views
