@@ -111,7 +111,8 @@ def page(result: dict[str, Any]) -> str:
     lines += [LONG, *long_answers(), ""]
     for part in result["parts"]:
         show = _fidelity if part["task"] == "fidelity" else _scores
-        lines += [f"## {_title(part)}", "", *_command(part["command"]), "", *show(part), ""]
+        lines += [f"## {_title(part)}", "", *_command(part["command"]), ""]
+        lines += [f"Commit {part['commit']}.", "", *show(part), ""]
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from ..sparse.prompt_caches import caches_to_save, make_caches
 from .loop_model import observing_queries, split_at_evictions, with_pacing
 from .report import CompressionReport
 from .request import Request
-from .restore import CacheCopy
+from .restore import CacheCopy, restoring
 from .token_ids import require_known_tokens, token_ids
 
 # Import the module by name, because `mlx_lm.generate` is also a function.
@@ -84,7 +84,7 @@ def prefill(
         report = CompressionReport.of_full_cache(plan)
     else:
         request = Request(model, plan, caches, uses_store=prompt_cache is None)
-        with request.recording():
+        with restoring(request.prompt_cache), request.recording():
             caches_after = _read_request(request, tokens, loop_options)
             report = request.report
     if prompt_cache is None:

@@ -3,6 +3,9 @@
 Layer caches that only grow are trimmed. Others are restored from a copy.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 from ..caches.layers import all_caches, kv_bytes, layer_caches
 
 
@@ -46,6 +49,17 @@ class CacheCopy:
             if id(cache) in current_ids and cache.offset > offset_before
         )
         return kv_bytes(replaced_caches) + changed_bytes
+
+
+@contextlib.contextmanager
+def restoring(prompt_cache: list) -> Iterator[None]:
+    """Restore the prompt cache if the `with` block raises an error."""
+    caches_before = CacheCopy(prompt_cache)
+    try:
+        yield
+    except BaseException:
+        caches_before.restore()
+        raise
 
 
 def trim_to(n_tokens: int, prompt_cache: list) -> bool:

@@ -22,7 +22,7 @@ from .loop_model import evicts, observing_queries, split_at_evictions, trimming_
 from .pace import Pace
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, ENDED_IN_FULL, CompressionReport
 from .request import Request
-from .restore import CacheCopy
+from .restore import restoring
 
 ReportCallback = Callable[[CompressionReport], None]
 
@@ -301,13 +301,8 @@ class _TimedItems(Iterator[Any]):
 
 def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
     """Yield the items of a request. Restore the prompt cache if the request fails before the first item."""
-    caches_before = CacheCopy(prompt_cache)
-    try:
+    with restoring(prompt_cache):
         first_item = next(items, None)
-    except BaseException:
-        caches_before.restore()
-        raise
-    del caches_before  # free the copies now instead of at the end of the answer
     if first_item is not None:
         yield first_item
         yield from items

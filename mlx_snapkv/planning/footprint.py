@@ -22,6 +22,7 @@ from .scores import scores_limit
 # previous layer's arrays are freed, and because the estimate leaves out norms, logits, votes, and freed buffers that
 # can't be reused.
 MARGIN = 2.5
+KEY_MARGIN = 1.25  # safety factor for the dequantised keys of all layers
 
 
 class Need(NamedTuple):
@@ -116,7 +117,8 @@ class Footprint:
             keeps_shape=plan.keeps_shape and not sizes.incompressible_bytes,
             extra_in_answer=stored_bytes,
             chunk_bytes=self._chunk_bytes(plan),
-            step_bytes=int(MARGIN * sizes.widest_layer_bytes * n_copied),
+            step_bytes=int(MARGIN * sizes.widest_layer_bytes * n_copied)
+            + self._dequantised_key_bytes(plan),
         )
 
     def _need_of_full_cache(self, plan: Plan, max_tokens: int) -> Need:
@@ -192,11 +194,34 @@ class Footprint:
 
     def stored_bytes(self, n_tokens: int) -> int:
         """Return the memory that sparse attention needs for the entries and the index of `n_tokens` tokens."""
-        entry_bytes = n_tokens * self.sizes.memory_bytes(self.config.store)
+        entry_bytes = self._stored_entry_bytes(n_tokens)
         if not ranks_by_index(n_tokens):
             return entry_bytes
         n_index_rows = rows_to_allocate(self.n_indexed_in_memory(n_tokens))
         return entry_bytes + n_index_rows * self.sizes.key_index_bytes()
+
+    @property
+    def _store_is_quantised(self) -> bool:
+        """Return whether sparse attention keeps entries in memory in few bits."""
+        return self.config.store not in (None, "memory") and not in_files(self.config.store)
+
+    def _stored_entry_bytes(self, n_tokens: int) -> int:
+        """Return the memory that a store needs for `n_tokens` entries, including unused rows."""
+        n_spare = 0
+        if self._store_is_quantised:
+            n_spare = max(KVCache.step, n_tokens // 8)  # see `MemoryStore.append`
+        return (n_tokens + n_spare) * self.sizes.memory_bytes(self.config.store)
+
+    def _dequantised_key_bytes(self, plan: Plan) -> int:
+        """Return the size in bytes of keys that a token dequantises to rank them.
+
+        Without an index, each layer dequantises all of its keys, and nothing waits for a layer before the next one
+        starts. So the keys of all layers may be in memory at once.
+        """
+        if not self._store_is_quantised or ranks_by_index(plan.n_prompt):
+            return 0
+        entry_bytes = plan.n_prompt * sum(self.sizes.bytes_by_layer())
+        return int(KEY_MARGIN * entry_bytes / 2)  # half of an entry is its key
 
     def _cluster_bytes(self, plan: Plan) -> int:
         """Return the size of the cluster ids and cluster means, or 0 if the `residual` option of `Sparse` is None."""
@@ -232,7 +257,7 @@ class Footprint:
     def prefill_peak_bytes(self, plan: Plan) -> int:
         """Return the peak size of the entries during prefill, in the layers that can be compressed."""
         if plan.sparse is not None:
-            store_bytes = plan.n_prompt * self.sizes.memory_bytes(self.config.store)
+            store_bytes = self._stored_entry_bytes(plan.n_prompt)
             if self.config.store == "memory":
                 return store_bytes
             # Each chunk moves the earlier entries to the store. With sparse prefill, entries stay in the caches until a
@@ -241,7 +266,8 @@ class Footprint:
             n_unstored = plan.chunk_size(self.step_size)
             if reading is not None:
                 n_unstored = reading.n_before_choice
-            return store_bytes + min(n_unstored, plan.n_prompt) * sum(self.sizes.bytes_by_layer())
+            n_rows = max(KVCache.step, min(n_unstored, plan.n_prompt))
+            return store_bytes + n_rows * sum(self.sizes.bytes_by_layer())
         # Caches that evict during prefill are quantised from the start, others only at compression.
         is_quantised = self.config.evicts_in_blocks
         row_bytes = self.row_bytes if is_quantised else sum(self.sizes.bytes_by_layer())

@@ -162,7 +162,7 @@ def _describe_sparse(footprint: Footprint, plan: Plan) -> str:
     if plan.adapts:
         from_token = f" from the {plan.n_decoded_before_compression + 1}th on, while that is faster"
     reading = plan.sparse_reading
-    if reading is None or reading.reach.max_read >= n_prompt:
+    if reading is None or reading.n_before_choice >= n_prompt:
         token_text = f"a token of the answer will read at most {read_count} of {n_prompt:,} entries{from_token}"
         return f"the prompt will be read in full, {token_text}; {stored_text}"
     chunk_text = f"a chunk will read at most {reading.reach.max_read:,} of {n_prompt:,} entries"

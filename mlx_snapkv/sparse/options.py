@@ -73,7 +73,10 @@ class Reach(NamedTuple):
             n_prompt: prompt length in tokens.
             n_earlier: number of tokens read in earlier turns.
         """
-        position = max(n_earlier, self.max_read) + CHUNK_SIZE
+        # A chunk chooses if there are more pages between sink and window than it may choose.
+        min_start = self.n_sink + self.n_chosen + self.n_window + PAGE_SIZE
+        n_chunks_before = math.ceil(max(0, min_start - n_earlier) / CHUNK_SIZE)
+        position = n_earlier + n_chunks_before * CHUNK_SIZE
         last_tokens_start = n_prompt - LAST_TOKENS
         return position if position < last_tokens_start else n_prompt
 

@@ -153,11 +153,8 @@ def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama,
         taken.append(mx.get_active_memory() - before)
     gc.unfreeze()
     assert 0.85 * need.peak_entry_bytes < max(taken) < need.peak_entry_bytes + 3_500_000
-    assert (
-        need.cache_bytes_at_end + need.extra_in_answer
-        < taken[-1]
-        < need.cache_bytes_at_end + need.extra_in_answer + 3_500_000
-    )
+    planned = need.cache_bytes_at_end + need.extra_in_answer
+    assert 0.9 * planned < taken[-1] < planned + 3_500_000  # a quantised store may have fewer rows
 
 
 @pytest.mark.parametrize("read_top_k", [None, 64])

@@ -9,12 +9,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, plain, random_tokens, steps
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import prefill
+from mlx_snapkv import Sparse, prefill
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.planning import request_plan
 from mlx_snapkv.sparse import growing_rows
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
+from mlx_snapkv.sparse.prompt_caches import make_caches
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE_SIZE},when=always"
@@ -72,6 +73,28 @@ def test_dense_reading_moves_each_chunk_to_the_store(wide, store, monkeypatch):
     cache, report = prefill(wide, random_tokens(300), sparse=sparse, prefill_step_size=64)
     assert max(unstored) <= 64 and report.read_per_chunk is None
     assert all(layer.layer_cache_in(cache).offset == 300 for layer in attention_layers(wide, cache))
+
+
+@pytest.mark.parametrize("store", ["memory", "4bit", "file"])
+def test_an_interrupted_prefill_leaves_the_callers_cache_as_it_was(wide, store):
+    class Stopped(Exception):
+        pass
+
+    def stop(n_read, _):
+        if n_read >= 100:
+            raise Stopped
+
+    sparse = f"budget=60,n_sink=4,n_window=16,when=always,store={store}"
+    cache = make_caches(wide, Sparse.from_string(sparse))
+    tokens = random_tokens(500)
+    options = {"sparse": sparse, "prompt_cache": cache, "prefill_step_size": 64}
+    prefill(wide, tokens[:200], **options)
+    with pytest.raises(Stopped):
+        prefill(wide, tokens[200:], prompt_progress_callback=stop, **options)
+    layers = attention_layers(wide, cache)
+    assert {layer.layer_cache_in(cache).offset for layer in layers} == {200}
+    prefill(wide, tokens[200:], **options)
+    assert {layer.layer_cache_in(cache).offset for layer in layers} == {500}
 
 
 def test_memory_stays_flat_while_a_prompt_is_read():

@@ -1,3 +1,4 @@
+import gc
 import shlex
 import time
 
@@ -46,6 +47,23 @@ def test_entries_take_no_more_than_was_planned(name, policy):
     held = memory_bytes(cache)
     assert held <= most <= plan.peak - plan.weights
     assert plan.kv <= most
+
+
+@pytest.mark.parametrize("step", [64, 512])
+@pytest.mark.parametrize("store", ["8bit", "4bit"])
+def test_a_quantised_store_takes_no_more_than_was_planned(store, step):
+    """The peak of the prompt and of the answer, whose tokens dequantise the keys of all layers."""
+    model, n = make_llama(head_dim=64, num_hidden_layers=8), 1200
+    sparse = f"budget=10%,store={store}"
+    plan = plan_memory(model, n, sparse=sparse, max_tokens=4, prefill_step_size=step)
+    options = {"sparse": sparse, "max_tokens": 4, "prefill_step_size": step}
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in generate_step(tokens_of(n), model, **options):
+        pass
+    assert mx.get_peak_memory() - before <= plan.peak - plan.weights
 
 
 def tokens_of(n):
@@ -189,6 +207,7 @@ def test_a_mac_may_use_two_thirds_or_three_quarters_of_its_memory():
         (4096, {"policy": Sparse(budget=512, read="sparse")},
          "and a token of the answer at most 512 from the 18th on, while that is faster; all"),
         (800, {"policy": Sparse()}, "all entries will be read: the prompt's 800 entries fit the budget of 1024"),
+        (1691, {"policy": Sparse(budget=50, read="sparse")}, "the prompt will be read in full, a token"),
         (4096, {"policy": Sparse(budget=512)},
          "in full, a token of the answer will read at most 512 of 4,096"),
     ],
