@@ -106,6 +106,10 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "ruler-2048-qwen": (_ruler_qwen(2048), 3),
     "ruler-4096-qwen": (_ruler_qwen(4096), 3),
     "ruler-16384-qwen": (_ruler_qwen(16384), 1),
+    "ruler-16384-qwen-sparse-reading": (
+        _ruler(QWEN, 16384, (), TASKS_QWEN, sparse=("budget=6.25%,read=sparse",)),
+        1,
+    ),
     "ruler-2048-smollm2": (_ruler(SMOLLM2, 2048), 8),
     "ruler-4096-smollm2": (_ruler(SMOLLM2, 4096), 8),
     "ruler-2048-gemma": (_ruler(GEMMA, 2048), 8),

@@ -180,6 +180,8 @@ def _title(part: dict[str, Any]) -> str:
         title += ", question later"
     if _is_read_in_blocks(part):
         title += ", read in blocks"
+    if "read=sparse" in part["command"]:
+        title += ", sparse reading"
     return title
 
 

@@ -182,8 +182,11 @@ class CompressionReport:
         stored_size = format_bytes(self.kv_bytes_staying)
         if self.file_bytes:
             stored_size = f"{format_bytes(self.file_bytes)} of files"
+        token_text = ""
+        if self.read_per_token is not None:
+            token_text = f": a token reads {format_bytes(self.kv_bytes_read)}"
         return (
-            f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {dtype_and_room}, "
+            f"KV memory {before} → {after}{token_text} {dtype_and_room}, "
             f"all {self.prompt_tokens} entries stay in {stored_size}"
         )
 

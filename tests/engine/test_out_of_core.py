@@ -72,6 +72,7 @@ def test_dense_reading_moves_each_chunk_to_the_store(wide, store, monkeypatch):
     sparse = f"budget=60,n_sink=4,n_window=16,read=dense,when=always,store={store}"
     cache, report = prefill(wide, random_tokens(300), sparse=sparse, prefill_step_size=64)
     assert max(unstored) <= 64 and report.read_per_chunk is None
+    assert "a token reads" not in str(report)  # no token has chosen yet
     assert all(layer.layer_cache_in(cache).offset == 300 for layer in attention_layers(wide, cache))
 
 
