@@ -85,7 +85,8 @@ def written_by(result: dict[str, Any]) -> str:
     """Return the opening sentence of a page or table. Parts of a result may have different commits."""
     parts = result.get("parts", [result])
     commits = list(dict.fromkeys(part["commit"] for part in parts))
-    details = [f"commit {' and '.join(commits)}", result["machine"]]
+    noun = "commit" if len(commits) == 1 else "commits"
+    details = [f"{noun} {', '.join(commits)}", result["machine"]]
     details += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
     command_and_date = f"`{result['command']}` on {result['date']}"
     return f"Measured by {command_and_date} ({', '.join(details)})."

@@ -245,7 +245,7 @@ def _compressed_cache(
         # If there is a question, read it as a later turn, except for its last token. `Reference.predictions` feeds that
         # token, to get the prediction of the first judged token.
         later_tokens = reference.prompt[len(reading.tokens) : -1]
-        return read_for_sparse(reading.model, policy, reading.tokens, later_tokens)
+        return read_for_sparse(reading, policy, later_tokens)
     if setting == KNOWN:
         return reading.compress(policy, answering=True)
     return reading.compress(without_lookahead(policy))

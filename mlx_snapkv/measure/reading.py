@@ -10,7 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from ..caches.adapter import full_cache
 from ..caches.layers import attention_layers, copies_sharing_entries
@@ -28,7 +33,8 @@ from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.request_plan import Plan, plan_request
 from ..planning.scores import largest_chunk
 from ..planning.settings import Setting
-from ..sparse.options import Sparse
+from ..sparse.options import N_VOTERS, Sparse
+from ..sparse.prompt_caches import reads_sparsely
 
 # Each policy's recording caches, one per full-attention layer.
 Recorders = dict[Setting, list[RecordingKVCache]]
@@ -45,6 +51,11 @@ def shares_reading(setting: Setting | None) -> bool:
         return True
     chooses_once = isinstance(setting, Compress) and not setting.evicts_in_blocks
     return chooses_once and not setting.decode_policy.accumulates_attention  # type: ignore[union-attr]
+
+
+def starts_from_full_cache(setting: Setting | None) -> bool:
+    """Return whether a setting is sparse attention that can continue from full caches, as a later turn does."""
+    return isinstance(setting, Sparse) and setting.store == "memory" and not reads_sparsely(setting)
 
 
 def lookahead_of(setting: Setting | None) -> int:
@@ -296,22 +307,20 @@ def read_once(
 
 
 def read_for_sparse(
-    model: Any, sparse: Sparse, tokens: Sequence[int], later_tokens: Sequence[int] = ()
+    reading: Reading, sparse: Sparse, later_tokens: Sequence[int] = ()
 ) -> tuple[list, CompressionReport]:
     """Read a prompt with sparse attention. Return the caches to decode an answer from, and the report.
 
+    If possible, continue from the prompt's full cache, and only read its last tokens again.
+
     Args:
-        model: an mlx-lm model.
+        reading: the prompt, read into full caches.
         sparse: sparse attention options.
-        tokens: token ids of the prompt.
         later_tokens: tokens to read after the prompt, as the next turn of a conversation. If there are any, the report
             is about that turn.
     """
-    earlier_cache: list | None = None
-    unread = tokens
-    if later_tokens:
-        earlier_cache, _ = prefill(model, tokens, sparse=sparse)
-        unread = later_tokens
+    model = reading.model
+    earlier_cache, unread = _start_for_sparse(reading, sparse, later_tokens)
     plan = plan_request(model, CompressionConfig(sparse), len(unread), earlier_cache)
     options = {"prefill_step_size": plan.chunk_size(PREFILL_STEP_SIZE)}
     if plan.is_left_to_mlx_lm:
@@ -323,6 +332,25 @@ def read_for_sparse(
         read(request.model, mx.array(list(unread)), request.caches, options)
     report = request.compress()
     return request.caches, report
+
+
+def _start_for_sparse(
+    reading: Reading, sparse: Sparse, later_tokens: Sequence[int]
+) -> tuple[list | None, Sequence[int]]:
+    """Return the caches that `read_for_sparse` starts from, or None for new ones, and the tokens to read."""
+    tokens = reading.tokens
+    if starts_from_full_cache(sparse):
+        full_caches = reading.full_cache()
+        if later_tokens:
+            return full_caches, later_tokens
+        if len(tokens) > N_VOTERS and can_trim_prompt_cache(full_caches):
+            # The last queries are needed for the index and the residual.
+            trim_prompt_cache(full_caches, N_VOTERS)
+            return full_caches, tokens[-N_VOTERS:]
+    elif later_tokens:
+        earlier_cache, _ = prefill(reading.model, tokens, sparse=sparse)
+        return earlier_cache, later_tokens
+    return None, tokens
 
 
 def _most_likely(logits: mx.array) -> int:

@@ -26,14 +26,12 @@ from mlx_snapkv.engine.token_ids import common_prefix
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference
 from mlx_snapkv.measure.methods import KNOWN, LATER, Method
-from mlx_snapkv.measure.reading import Reading, read_once
+from mlx_snapkv.measure.reading import Reading, read_once, starts_from_full_cache
 from mlx_snapkv.measure.records import Measure, Record, Results
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
-from mlx_snapkv.planning.settings import Setting
 from mlx_snapkv.sparse.options import Sparse
-from mlx_snapkv.sparse.prompt_caches import reads_sparsely
 
 from .datasets import Dataset, Document
 
@@ -118,7 +116,7 @@ class Answers:
         question = self._questions[i]
         prompt: Reading | None = None
         for method in methods:
-            if _starts_from_full_cache(method.policy):
+            if starts_from_full_cache(method.policy):
                 yield self._answer(method, i, self._reading.full_cache())
                 continue
             if not method.shares_reading:
@@ -164,7 +162,7 @@ class Answers:
         if not isinstance(policy, Sparse):
             return prefill(self._model, self._document, policy)
         # Sparse attention reads the question as a new turn, which has its own report.
-        if _starts_from_full_cache(policy):
+        if starts_from_full_cache(policy):
             return self._reading.full_cache(), None
         fits_budget = policy.fits(len(self._document))
         key = replace(policy, top_k=None, budget=None), fits_budget
@@ -230,11 +228,6 @@ class Answers:
         """Decode an answer's last tokens."""
         end_tokens = self._tokenizer.eos_token_ids
         return self._tokenizer.decode([token for token in tokens if token not in end_tokens])
-
-
-def _starts_from_full_cache(policy: Setting | None) -> bool:
-    """Return whether a policy is sparse attention that reads a question as a new turn after a full cache."""
-    return isinstance(policy, Sparse) and policy.store == "memory" and not reads_sparsely(policy)
 
 
 def _n_agreed(prompt: Reading, answer: Sequence[int], cache: list) -> int:

@@ -8,11 +8,12 @@ from model_configs import make_model
 from request_helpers import assert_unpatched
 from tiny_models import make_llama
 
-from mlx_snapkv import generate_step, prefill
+from mlx_snapkv import Sparse, generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.measure import reading as module
 from mlx_snapkv.measure.divergence import logits_after
-from mlx_snapkv.measure.reading import read_once, shares_reading
+from mlx_snapkv.measure.reading import read_for_sparse, read_once, shares_reading
 from mlx_snapkv.planning.prompt_plan import reason_to_leave
 from mlx_snapkv.planning.settings import resolve_compress
 
@@ -166,3 +167,21 @@ def test_an_uncompressed_policy_has_a_reason_and_an_unknown_policy_is_refused(ti
     with pytest.raises(SnapKVError, match="was not read for h2o"):
         reading.compress(policy_of(ALONE[0]), answering=True)
     assert not any(shares_reading(policy_of(text)) for text in ALONE)
+
+
+@pytest.mark.parametrize("later", [[], TAIL, TAIL * 5])
+def test_sparse_attention_continues_from_the_full_cache(tiny_model, tokens, later, monkeypatch):
+    """Its answers equal those after a reading of its own."""
+    sparse = Sparse(budget=56, n_sink=4, n_window=16, when="always")
+    reading = read_once(tiny_model, tokens.tolist())
+    cache, report = read_for_sparse(reading, sparse, later)
+    monkeypatch.setattr(module, "starts_from_full_cache", lambda setting: False)
+    other, other_report = read_for_sparse(reading, sparse, later)
+    assert report.compressed and report.prompt_tokens == other_report.prompt_tokens
+    assert report.entries == other_report.entries == 56
+    found, wanted = (logits_after(tiny_model, each, [5, 9, 2]) for each in (cache, other))
+    assert mx.allclose(found, wanted, atol=1e-3)
+    assert mx.array_equal(
+        logits_after(tiny_model, reading.full_cache(), [5]),
+        logits_after(tiny_model, read_once(tiny_model, tokens.tolist()).full_cache(), [5]),
+    )
