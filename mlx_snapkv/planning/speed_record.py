@@ -196,7 +196,7 @@ class Speed:
         lines = self.lines
         if not {DECODE_SPARSE, DECODE_FULL, SETUP} <= lines.keys():
             return None
-        mean_length = n_prompt + n_answer / 2  # of the text before an answer token
+        mean_length = n_prompt + n_answer / 2  # mean number of entries before an answer token
         setup = sparse_bound(lines[SETUP], n_prompt)
         return PredictedSeconds(
             sparse=setup + n_answer * sparse_bound(lines[DECODE_SPARSE], mean_length),

@@ -171,7 +171,7 @@ def test_an_uncompressed_policy_has_a_reason_and_an_unknown_policy_is_refused(ti
 
 @pytest.mark.parametrize("later", [[], TAIL, TAIL * 5])
 def test_sparse_attention_continues_from_the_full_cache(tiny_model, tokens, later, monkeypatch):
-    """Its answers equal those after a reading of its own."""
+    """The answers equal those after a separate reading of the prompt."""
     sparse = Sparse(budget=56, n_sink=4, n_window=16, when="always")
     reading = read_once(tiny_model, tokens.tolist())
     cache, report = read_for_sparse(reading, sparse, later)
