@@ -253,8 +253,8 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
     time_ratio = request.sparse_time_ratio(n_prompt)
     if config.store == "memory" and time_ratio < MAX_TIME_RATIO:
         return (
-            f"on this machine {MAX_TOKENS} tokens of an answer to {n_prompt:,} tokens take about {time_ratio:.0%} of "
-            "the full cache's time"
+            f"on this machine an answer of {MAX_TOKENS} tokens to a prompt of {n_prompt:,} takes about "
+            f"{time_ratio:.0%} of the full cache's time"
         )
     where = "stay in files" if in_files(config.store) else "fit in memory"
     bits = re.search(r"(\d+)bit", config.store or "")  # e.g. "4bit"
