@@ -257,9 +257,7 @@ def test_sparse_attention_is_selected_if_it_was_clearly_faster(planner, lines, s
     taken = recommend(planner, request, 10 * GB)
     assert taken.config == setting and taken.fits
     if setting == SPARSE:
-        words = (
-            "on this machine 256 tokens of an answer to 20,000 tokens take about 86% of the full"
-        )
+        words = "on this machine an answer of 256 tokens to a prompt of 20,000 takes about 86% of the full"
         assert words in taken.why
         assert recommend(planner, replace(request, task=BATCH), 10 * GB).config == SNAPKV
         for other in ({"may_be_sparse": False}, {"kv_bits": 8}):
