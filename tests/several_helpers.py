@@ -65,6 +65,16 @@ def running(folder: Path, *command: str, lines: str = "") -> Iterator[list[Rank]
             rank.process.wait()
 
 
+def first_of_free_ports(n: int) -> int:
+    """Return a port that is free, with `n - 1` free ports after it."""
+    while True:
+        (first,) = free_ports(1)
+        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as opened:
+            for port in range(first, first + n):
+                opened.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
 def free_ports(n: int) -> list[int]:
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(socket.socket()) for _ in range(n)]

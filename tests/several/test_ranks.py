@@ -9,7 +9,7 @@ import fork_helpers
 import pytest
 from batch_file_helpers import COLD, FACT
 from several_cases import ANSWERS, POLICIES, run
-from several_helpers import LIMIT, ROOT, free_ports, started
+from several_helpers import LIMIT, ROOT, first_of_free_ports, started
 
 KINDS = {"tensor": "demo", "pipeline": "demo-qwen3-next"}
 
@@ -70,7 +70,7 @@ def test_two_processes_print_once_what_one_prints(ask, demo_llama, tmp_path):
     path.write_text(demo_llama[1].decode(tokens).split(fact.question)[0])
     command = ["generate", "--model", "demo", "--prompt-file", str(path), "--prompt", fact.question,
                "--policy", POLICY, "--json"]  # fmt: skip
-    launch = [LAUNCH, "-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0]),
+    launch = [LAUNCH, "-n", "2", "--backend", "ring", "--starting-port", str(first_of_free_ports(2)),
               "--env", f"PYTHONPATH={ROOT}", "--", sys.executable, "-m", "mlx_snapkv", *command]  # fmt: skip
     two = subprocess.run(launch, capture_output=True, text=True, timeout=LIMIT)
     found, wanted = json.loads(two.stdout), json.loads(one(*command))
