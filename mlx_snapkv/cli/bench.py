@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MIN_CONTEXT = 1024  # tokens; `snapkv:budget=6.25%` keeps only 64 entries of a prompt this short
 BENCH_POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
-# With read=dense, reading a prompt would take as long as with the full cache.
+# Chunks choose entries here, because a prompt that is read densely takes as long as with the full cache.
 BENCH_SPARSE = ("budget=6.25%,read=sparse",)
 BENCH_REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
 BENCH_CONTEXTS = "4096,16384,32768,65536,131072"

@@ -12,6 +12,8 @@ from ..entries.quantization import rows_to_allocate
 from ..sparse.growing_rows import ENTRIES_IN_MEMORY, ENTRIES_MOVED
 from ..sparse.index import ranks_by_index
 from ..sparse.prompt_caches import in_files
+from ..sparse.stores import STORES
+from ..sparse.stores.memory import rows_to_grow_by
 from .config import CompressionConfig
 from .entry_sizes import EntrySizes
 from .prompt_plan import PREFILL_STEP_SIZE
@@ -203,13 +205,14 @@ class Footprint:
     @property
     def _store_is_quantised(self) -> bool:
         """Return whether sparse attention keeps entries in memory in few bits."""
-        return self.config.store not in (None, "memory") and not in_files(self.config.store)
+        store = self.config.store
+        return store is not None and STORES[store].bits is not None
 
     def _stored_entry_bytes(self, n_tokens: int) -> int:
         """Return the memory that a store needs for `n_tokens` entries, including unused rows."""
         n_spare = 0
         if self._store_is_quantised:
-            n_spare = max(KVCache.step, n_tokens // 8)  # see `MemoryStore.append`
+            n_spare = rows_to_grow_by(n_tokens)
         return (n_tokens + n_spare) * self.sizes.memory_bytes(self.config.store)
 
     def _dequantised_key_bytes(self, plan: Plan) -> int:
@@ -263,9 +266,8 @@ class Footprint:
             # Each chunk moves the earlier entries to the store. With sparse prefill, entries stay in the caches until a
             # chunk first chooses entries.
             reading = plan.sparse_reading
-            n_unstored = plan.chunk_size(self.step_size)
-            if reading is not None:
-                n_unstored = reading.n_before_choice
+            chunk_size = plan.chunk_size(self.step_size)
+            n_unstored = chunk_size if reading is None else reading.n_before_choice
             n_rows = max(KVCache.step, min(n_unstored, plan.n_prompt))
             return store_bytes + n_rows * sum(self.sizes.bytes_by_layer())
         # Caches that evict during prefill are quantised from the start, others only at compression.

@@ -22,6 +22,14 @@ from ...entries.quantization import (
 from .base import Store
 
 
+def rows_to_grow_by(n: int) -> int:
+    """Return the minimum number of rows by which the buffers of `n` entries grow.
+
+    Reallocation copies all entries, so buffers grow by at least an eighth.
+    """
+    return max(KVCache.step, n // 8)
+
+
 class MemoryStore(Store):
     """Entries in an mlx-lm cache.
 
@@ -65,8 +73,7 @@ class MemoryStore(Store):
         if must_reallocate:
             buffers = (cache.keys, cache.values) if n_before else new_rows
             earlier_rows = slice_rows(buffers, 0, n_before)
-            # Reallocation copies all entries, so buffers grow by at least an eighth.
-            n_added = max(KVCache.step, n_new, n_before // 8)
+            n_added = max(n_new, rows_to_grow_by(n_before))
             cache.keys, cache.values = with_new_rows(earlier_rows, n_added)
         write_rows((cache.keys, cache.values), n_before, new_rows)
         cache.offset += n_new
