@@ -28,8 +28,9 @@ from ..sparse.options import Sparse
 from .divergence import Reference
 from .intervals import LEAST_TEXTS, difference, interval
 from .methods import FULL_CACHE, KNOWN, LATER, Method
-from .reading import Reading, lookahead_of, read_for_sparse, read_once, shares_reading
+from .reading import Reading, lookahead_of, read_once, shares_reading
 from .records import Results
+from .sparse_reading import read_for_sparse
 from .tables import Page, Record, Summary, Table, grouped, table_of
 from .texts import Frame, Piece, frame_of
 

@@ -10,12 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    KVCache,
-    can_trim_prompt_cache,
-    make_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..caches.adapter import full_cache
 from ..caches.layers import attention_layers, copies_sharing_entries
@@ -29,12 +24,9 @@ from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
-from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.request_plan import Plan, plan_request
 from ..planning.scores import largest_chunk
 from ..planning.settings import Setting
-from ..sparse.options import N_VOTERS, Sparse
-from ..sparse.prompt_caches import reads_sparsely
 
 # Each policy's recording caches, one per full-attention layer.
 Recorders = dict[Setting, list[RecordingKVCache]]
@@ -51,11 +43,6 @@ def shares_reading(setting: Setting | None) -> bool:
         return True
     chooses_once = isinstance(setting, Compress) and not setting.evicts_in_blocks
     return chooses_once and not setting.decode_policy.accumulates_attention  # type: ignore[union-attr]
-
-
-def starts_from_full_cache(setting: Setting | None) -> bool:
-    """Return whether a setting is sparse attention that can continue from full caches, as a later turn does."""
-    return isinstance(setting, Sparse) and setting.store == "memory" and not reads_sparsely(setting)
 
 
 def lookahead_of(setting: Setting | None) -> int:
@@ -142,8 +129,8 @@ class Reading:
         for i, layer in enumerate(self._layers):
             shared_cache = layer.cache_in(caches)
             shared_cache.step = KVCache.step
-            # From now on, the model reads only answer tokens. Keep the policies' recorders. Drop those of the suffixes,
-            # which must not record answer tokens.
+            # From now on, the model reads only answer tokens. The suffixes' recorders must not record them, so keep
+            # only the policies' recorders.
             shared_cache.recorders = _layer_recorders(recorders, i)
         # Copies of the caches, keyed by the number of tokens that they have read. Full-attention layers' caches are not
         # copied, because entries are only ever appended to them.
@@ -304,53 +291,6 @@ def read_once(
         unread=tokens,
         **options,
     )
-
-
-def read_for_sparse(
-    reading: Reading, sparse: Sparse, later_tokens: Sequence[int] = ()
-) -> tuple[list, CompressionReport]:
-    """Read a prompt with sparse attention. Return the caches to decode an answer from, and the report.
-
-    If possible, continue from the prompt's full cache, and only read its last tokens again.
-
-    Args:
-        reading: the prompt, read into full caches.
-        sparse: sparse attention options.
-        later_tokens: tokens to read after the prompt, as the next turn of a conversation. If there are any, the report
-            is about that turn.
-    """
-    model = reading.model
-    earlier_cache, unread = _start_for_sparse(reading, sparse, later_tokens)
-    plan = plan_request(model, CompressionConfig(sparse), len(unread), earlier_cache)
-    options = {"prefill_step_size": plan.chunk_size(PREFILL_STEP_SIZE)}
-    if plan.is_left_to_mlx_lm:
-        caches = earlier_cache or make_prompt_cache(model)
-        read(model, mx.array(list(unread)), caches, options)
-        return caches, CompressionReport.of_full_cache(plan)
-    request = Request(model, plan, earlier_cache)
-    with request.recording():
-        read(request.model, mx.array(list(unread)), request.caches, options)
-    report = request.compress()
-    return request.caches, report
-
-
-def _start_for_sparse(
-    reading: Reading, sparse: Sparse, later_tokens: Sequence[int]
-) -> tuple[list | None, Sequence[int]]:
-    """Return the caches that `read_for_sparse` starts from, or None for new ones, and the tokens to read."""
-    tokens = reading.tokens
-    if starts_from_full_cache(sparse):
-        full_caches = reading.full_cache()
-        if later_tokens:
-            return full_caches, later_tokens
-        if len(tokens) > N_VOTERS and can_trim_prompt_cache(full_caches):
-            # The last queries are needed for the index and the residual.
-            trim_prompt_cache(full_caches, N_VOTERS)
-            return full_caches, tokens[-N_VOTERS:]
-    elif later_tokens:
-        earlier_cache, _ = prefill(reading.model, tokens, sparse=sparse)
-        return earlier_cache, later_tokens
-    return None, tokens
 
 
 def _most_likely(logits: mx.array) -> int:

@@ -26,8 +26,9 @@ from mlx_snapkv.engine.token_ids import common_prefix
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference
 from mlx_snapkv.measure.methods import KNOWN, LATER, Method
-from mlx_snapkv.measure.reading import Reading, read_once, starts_from_full_cache
+from mlx_snapkv.measure.reading import Reading, read_once
 from mlx_snapkv.measure.records import Measure, Record, Results
+from mlx_snapkv.measure.sparse_reading import starts_from_full_cache
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request

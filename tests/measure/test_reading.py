@@ -11,9 +11,10 @@ from tiny_models import make_llama
 from mlx_snapkv import Sparse, generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.measure import reading as module
+from mlx_snapkv.measure import sparse_reading as module
 from mlx_snapkv.measure.divergence import logits_after
-from mlx_snapkv.measure.reading import read_for_sparse, read_once, shares_reading
+from mlx_snapkv.measure.reading import read_once, shares_reading
+from mlx_snapkv.measure.sparse_reading import read_for_sparse
 from mlx_snapkv.planning.prompt_plan import reason_to_leave
 from mlx_snapkv.planning.settings import resolve_compress
 
