@@ -86,12 +86,14 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/measure_quality.py
 	$(RUN) scripts/quality_picture.py
 	$(RUN) scripts/measure_facts.py
-	$(RUN) scripts/measure_sparse.py --lengths 4096 6000 --documents 2
+	$(RUN) scripts/measure_sparse.py
 	$(RUN) scripts/measure_residual.py
-	$(RUN) scripts/measure_residual.py --models real-models/$(LARGER) --text real-models/code --documents 2 --out docs/residual-code
-	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 7
-	$(RUN) scripts/measure_associations.py --model real-models/$(LARGER) --lengths 2048 8192 16384 --texts 7 2 1
-	$(RUN) scripts/measure_long_answers.py --models real-models/smollm2-135m-instruct real-models/$(LARGER)
+	$(RUN) scripts/measure_residual.py --models real-models/$(LARGER) --text real-models/code --documents 1 --lengths 1400 6000 --out docs/residual-code
+	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 2
+	$(RUN) scripts/measure_associations.py --lengths 8192 --texts 4 --variants several --methods sparse:budget=6.25% sparse:budget=3.125%
+	$(RUN) scripts/measure_associations.py --lengths 16384 --texts 1 --variants several \
+		--methods snapkv:budget=12.5% keydiff:budget=12.5%,schedule=once sparse:budget=6.25% sparse:budget=3.125%
+	$(RUN) scripts/measure_long_answers.py
 	$(RUN) scripts/write_docs.py
 
 clean: ## remove the virtual environment and caches

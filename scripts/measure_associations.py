@@ -1,7 +1,7 @@
 """Measure which facts methods find if the question shares no word with the fact. Writes docs/associations.json.
 
     make real-models
-    python scripts/measure_associations.py --model real-models/smollm2-135m-instruct --lengths 2048 --texts 6; make docs
+    python scripts/measure_associations.py --model real-models/smollm2-135m-instruct --lengths 2048; make docs
 
 The texts mix essays, code, logs, dialogues and tables (scripts/evaluation/associations.py). A text is read once for
 the full cache and sparse attention, and once for the policies. Policies are asked in two settings: the question is in
@@ -106,9 +106,9 @@ def main() -> None:
     """Measure a model, and add a part to the result."""
     numpy_attention.install()
     parser = options(__doc__)
-    parser.add_argument("--model", default="real-models/smollm2-135m-instruct")
+    parser.add_argument("--model", default="real-models/qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="tokens")
-    parser.add_argument("--texts", type=int, nargs="+", default=[6], help="by length, per variant")
+    parser.add_argument("--texts", type=int, nargs="+", default=[2], help="by length, per variant")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     parser.add_argument("--methods", nargs="+", default=[*METHODS, SMALLEST_DEFAULT])
     parser.add_argument("--haystack", type=Path, default=ROOT / "real-models")

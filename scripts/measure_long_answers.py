@@ -1,7 +1,7 @@
 """Measure how far long answers are from the full cache's, by position. Writes docs/long-answers.json and .png.
 
     make real-models
-    python scripts/measure_long_answers.py --models real-models/smollm2-135m-instruct; make docs
+    python scripts/measure_long_answers.py; make docs
 
 Each method reads a text and a request for a summary or a program. Forced: the method is fed the full cache's own
 answer, and its predictions are compared with the full cache's. Free: the method writes its own answer, and the position
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "real-models", help="essays and code")
     parser.add_argument("--kinds", nargs="+", choices=REQUESTS, default=[*REQUESTS])
     parser.add_argument("--length", type=int, default=1400, help="tokens of a text")
-    parser.add_argument("--texts", type=int, default=4, help="texts of each kind")
+    parser.add_argument("--texts", type=int, default=2, help="texts of each kind")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of an answer, at most")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     args = parser.parse_args()

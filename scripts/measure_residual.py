@@ -3,7 +3,7 @@ r"""Measure how far answers are from the full cache's, for several ways to avera
     make real-models
     python scripts/measure_residual.py
     python scripts/measure_residual.py --models real-models/qwen2.5-coder-1.5b-instruct --text real-models/code \
-        --documents 2 --out docs/residual-code; make docs
+        --documents 1 --lengths 1400 6000 --out docs/residual-code; make docs
 
 Texts are joined, because few are long. A piece is read with the full cache. Then each method is fed the tokens that
 follow, and reads the same number of bytes per token: entries chosen by an index of the keys, and means of the
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1400, 6000, 16000])
     parser.add_argument("--share", type=int, default=16, help="1/SHARE of the bytes are read")
-    parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--documents", type=int, default=2)
     args = parser.parse_args()
     result = Result(args.out, share=args.share)
     for name in args.models:

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--ruler", type=Path, default=ROOT / "real-models" / "ruler")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 6000])
     parser.add_argument("--top-k", type=int, nargs="+", default=[256, 512, 1024, 2048])
-    parser.add_argument("--documents", type=int, default=4, help="texts and needles")
+    parser.add_argument("--documents", type=int, default=2, help="texts and needles")
     args = parser.parse_args()
     result = Result(args.out, documents=args.documents)
     for name in args.models:

@@ -117,7 +117,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _notes(parts: list[dict[str, Any]]) -> list[str]:
-    """Return paragraphs about the kinds of parts and the models that the page shows, and about the other parts."""
+    """Return paragraphs about the kinds of parts and the models that the page shows."""
     ruler_parts = [part for part in parts if part["task"] == "data"]
     ruler = []
     if any(row["setting"] == LATER for part in ruler_parts for row in part["summary"]):
@@ -128,26 +128,11 @@ def _notes(parts: list[dict[str, Any]]) -> list[str]:
     models = [sentence for name, sentence in MODELS.items() if name in model_names]
     if any(part["task"] == "suite" for part in parts):
         models.append(SUITE)
-    paragraphs = [ruler, [INTERVALS], [_shown_parts(parts)], [*models, OTHER_MODELS]]
+    paragraphs = [ruler, [INTERVALS], [*models, OTHER_MODELS]]
     lines = []
     for sentences in filter(None, paragraphs):
         lines += [*_wrapped(" ".join(sentences)), ""]
     return lines
-
-
-def _shown_parts(parts: list[dict[str, Any]]) -> str:
-    """Return how many of the script's parts the page shows, and how many of these have fewer texts."""
-    from measure_quality import PARTS  # imports this module
-
-    n_reduced = 0
-    for part in parts:
-        _, n_documents = PARTS[part["part"]]
-        *_, n_measured = part["command"].split()  # after --documents
-        n_reduced += int(n_measured) < n_documents
-    return (
-        f"The page shows {len(parts)} of the {len(PARTS)} parts of `scripts/measure_quality.py`. {n_reduced} of them "
-        "have fewer texts or questions than in the script. The other parts were not run."
-    )
 
 
 def _wrapped(text: str) -> list[str]:
@@ -180,8 +165,6 @@ def _title(part: dict[str, Any]) -> str:
         title += ", question later"
     if _is_read_in_blocks(part):
         title += ", read in blocks"
-    if "read=sparse" in part["command"]:
-        title += ", sparse reading"
     return title
 
 
