@@ -49,7 +49,7 @@ docs: $(VENV)/.installed ## write docs/policies.md, commands.md, models.md and t
 
 bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and servers; writes docs/*.json and their tables (two hours)
 	mkdir -p build
-	$(RUN) -m mlx_snapkv bench --output build/benchmarks
+	$(RUN) -m mlx_snapkv bench -n 1 --steps 20 --output build/benchmarks
 	cp build/benchmarks.json docs/
 	$(RUN) scripts/speed_picture.py
 	$(RUN) scripts/measure_books.py

@@ -79,7 +79,7 @@ def main() -> None:
     """Measure each batch size with the full cache and with SnapKV, and add the rows."""
     parser = result_options(__doc__, "batches")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()

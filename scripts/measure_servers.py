@@ -191,7 +191,7 @@ def main() -> None:
     """Measure both servers with each number of clients, on float32 weights, and add the rows."""
     parser = result_options(__doc__, "servers")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--length", type=int, default=8192, help="tokens of a document")
     args = parser.parse_args()
     result = Result(args.out, model=args.model, length=args.length, answer=ANSWER)
