@@ -77,7 +77,7 @@ soak: $(VENV)/.installed-dev real-models ## eight agents' sessions on the server
 real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
 	$(RUN) scripts/make_real_models.py
 
-eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, facts, reading, residual, associations, long-answers (a day on two cores, 10 GB)
+eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, bits, facts, reading, residual, associations, long-answers (a day on two cores, 10 GB)
 	$(RUN) scripts/make_real_models.py --model $(LARGER)
 	for model in smollm2-135m-instruct gemma-3-270m $(LARGER); do \
 		$(RUN) scripts/make_ruler.py real-models/$$model real-models/ruler/$$model --length 2048 --length 4096 || exit; \
@@ -86,6 +86,7 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/measure_quality.py
 	$(RUN) scripts/quality_picture.py
 	$(RUN) scripts/measure_facts.py
+	$(RUN) scripts/measure_bits.py
 	$(RUN) scripts/measure_sparse.py
 	$(RUN) scripts/measure_residual.py
 	$(RUN) scripts/measure_residual.py --models real-models/$(LARGER) --text real-models/code --documents 1 --lengths 1400 6000 --out docs/residual-code

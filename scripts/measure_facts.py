@@ -1,4 +1,4 @@
-"""Measure which facts in a document a conversation finds, one per turn, by store, number of bits and budget.
+"""Measure which facts in a document a conversation finds, one per turn, by store and budget.
 
     python scripts/measure_facts.py                      # writes docs/facts.json; then: make docs
 
@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -46,7 +46,6 @@ class Way:
     policy: str | None = None
     share: int = SHARE
     sparse: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def snapkv(entries: int) -> str:
@@ -73,10 +72,6 @@ def ways(tokens: int) -> Iterator[Way]:
         yield Way("memories", f"sparse, {store}", sparse=sparse(budget, store))
     yield Way("memories", "SnapKV", policies["SnapKV"])
     yield Way("memories", "KeyDiff", policies["KeyDiff"])
-    for name, policy in policies.items():
-        for bits in (8, 4):
-            options = {"kv_bits": bits, "kv_group_size": 64, "quantized_kv_start": 0}
-            yield Way("bits", f"{name}, {bits} bits", policy, options=options)
     for share in SHARES:
         budget = tokens // share
         decode_budget = max(budget, MIN_ENTRIES)
@@ -103,7 +98,7 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
         rng = random.Random(SEED + number)
         document, hidden_facts = make_haystack(tokenizer, rng, facts, tokens)
         setting = {"policy": way.policy, "sparse": way.sparse}
-        conversation = Conversation(model, tokenizer, max_tokens=24, **setting, **way.options)
+        conversation = Conversation(model, tokenizer, max_tokens=24, **setting)
         conversation.attach(document)
         for i, fact in enumerate(hidden_facts):
             mx.reset_peak_memory()

@@ -51,6 +51,7 @@ BLOCKS = (
 SPARSE = ("budget=6.25%", "budget=3.125%")
 # Tasks are measured with only one sparse setting, to save time.
 SPARSE_TASKS = SPARSE[:1]
+STORES = tuple(f"{SPARSE[0]},store={store}" for store in ("memory", "8bit", "file"))
 BOTH_READINGS = (*SPARSE_TASKS, f"{SPARSE[0]},read=sparse")
 
 
@@ -65,11 +66,12 @@ def _fidelity(
     policies: Iterable[str] = POLICIES,
     length: int = 1400,
     setting: str = "text",
+    sparse: Iterable[str] = SPARSE,
 ) -> list[str]:
     """Return a command that measures how far predictions move."""
     words = ["eval", "fidelity", "--model", str(model), "--text", str(REAL / texts)]
     words += ["--length", str(length), "--setting", setting]
-    return [*words, *_repeat_option("--policy", policies), *_repeat_option("--sparse", SPARSE)]
+    return [*words, *_repeat_option("--policy", policies), *_repeat_option("--sparse", sparse)]
 
 
 def _ruler(
@@ -98,6 +100,8 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "essays-6000-smollm2": (_fidelity(SMOLLM2, "essays", FEW, 6000), 2),
     "code-16000-qwen": (_fidelity(QWEN, "code", FEW[:1], 16000), 1),
     "essays-16000-qwen": (_fidelity(QWEN, "essays", FEW[:1], 16000), 1),
+    "stores-qwen": (_fidelity(QWEN, "essays", (), sparse=STORES), 4),
+    "stores-smollm2": (_fidelity(SMOLLM2, "essays", (), sparse=STORES), 4),
     "known-smollm2": (_fidelity(SMOLLM2, "essays", ANSWERED, setting="known"), 6),
     "later-smollm2": (_fidelity(SMOLLM2, "essays", FEW, setting="later"), 3),
     "ruler-2048-qwen": (_ruler(QWEN, 2048, FEW, TASKS_QWEN), 1),

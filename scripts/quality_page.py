@@ -165,6 +165,8 @@ def _title(part: dict[str, Any]) -> str:
         title += ", question later"
     if _is_read_in_blocks(part):
         title += ", read in blocks"
+    if "store=" in part["command"]:
+        title += ", stores"
     return title
 
 

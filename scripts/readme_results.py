@@ -20,7 +20,7 @@ PLANNED = {
     "full cache": None,
     "`--snapkv top_k=4096`": "snapkv:top_k=4096",
     "`--sparse budget=6.25%`": "sparse:budget=6.25%",
-    "`--sparse budget=6.25% --store 4bit`": "sparse:budget=6.25%,store=4bit",
+    "`--sparse budget=6.25% --store 8bit`": "sparse:budget=6.25%,store=8bit",
     "`--sparse top_k=1024 --store file`": "sparse:top_k=1024,store=file",
     '`--policy "keydiff:budget=8192 then snapkv:top_k=2048"`': "keydiff:budget=8192 then snapkv:top_k=2048",
 }

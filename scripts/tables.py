@@ -207,7 +207,13 @@ def memories() -> list[str]:
 
 def bits() -> list[str]:
     """Return the facts found with quantised entries."""
-    return figures(_facts("bits"), FACT_COLUMNS | {"KV memory": "{decoding_bytes:bytes}"})
+    result = load("bits")
+    rows = []
+    for (model, text), text_rows in grouped(result["rows"], "model", "text").items():
+        cells = [f"{row['kl']:.4f}, {row['same']:.2f}" for row in text_rows]
+        rows.append((f"`{model}`", f"{text} ({text_rows[0]['n']})", *cells))
+    headings = dict.fromkeys(f"{row['bits']} bits" for row in result["rows"])
+    return [*measured(result), *table(("model", "texts", *headings), rows)]
 
 
 def resident() -> list[str]:

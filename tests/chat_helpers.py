@@ -4,7 +4,7 @@ from mlx_snapkv import Conversation
 from mlx_snapkv.demo.questions import is_right
 
 SMALL = "snapkv:budget=64,n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21,lookahead=4,on_full=slide"
-STORES = ["memory", "8bit", "4bit", "file"]
+STORES = ["memory", "8bit", "file"]
 
 
 def begun(model, haystack, n_turns=0, **options):

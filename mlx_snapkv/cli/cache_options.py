@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ..planning.auto import Recommendation
     from ..planning.settings import Setting
 
+MOST_RISKY_BITS = (
+    4  # scripts/measure_bits.py: Qwen2.5-Coder's predictions are lost in 4 bits, and stay in 6
+)
+
 PrefillStepSize = Annotated[
     int, Option(min=1, help="Maximum number of prompt tokens per chunk.", rich_help_panel=KV_CACHE)
 ]
@@ -56,6 +60,13 @@ class CacheOptions:
         from ..entries.quantization import Quantization
 
         return None if self.kv_bits is None else Quantization(self.kv_bits, self.kv_group_size)
+
+    def bits_notes(self) -> Iterator[str]:
+        """Yield a note if --kv-bits is so small that answers of some models become useless."""
+        if self.kv_bits is not None and self.kv_bits <= MOST_RISKY_BITS:
+            yield (
+                f"note: in {self.kv_bits} bits, some models' keys lose what their answers need; --kv-bits 8 keeps it"
+            )
 
     def require_supported(self, model: Any) -> None:
         """Raise SnapKVError if the model's KV entries can't be quantised with these options."""

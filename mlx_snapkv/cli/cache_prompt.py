@@ -57,6 +57,7 @@ def cache_prompt(
     config.require_supported(model)
     now = datetime.now()
     console = PromptConsole(quiet)
+    console.say_all(cache.bits_notes())
     tokens = console.wait_for(partial(opening_tokens, tokenizer, text, prompt.system_prompt, now))
     console.announce(
         model,

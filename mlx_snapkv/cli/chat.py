@@ -52,6 +52,7 @@ def chat(
     setting = first_compression.setting_for_task(
         model, "conversation", console.say, vars(cache), sampling.max_tokens
     )
+    console.say_all(cache.bits_notes())
     if setting is None and cache.quantized_kv_start is None:
         console.say_all(cache.notes(setting, n_prompt=0, max_tokens=0))
     generation |= sampling.generate_keywords(tokenizer)

@@ -43,8 +43,8 @@ SnapKV reads the text with the full cache. Then the question's tokens vote, and 
 quality.md
 
 a chat, several questions about one text, and little memory
-All entries stay, in 4 bits. Each token of the answer reads only the few that it chooses.
-mlx-snapkv chat --model MODEL --sparse budget=6.25% --store 4bit
+All entries stay, in 8 bits. Each token of the answer reads only the few that it chooses.
+mlx-snapkv chat --model MODEL --sparse budget=6.25% --store 8bit
 sparse.md#facts-found-in-conversations
 
 an agent, or several clients at once
@@ -69,7 +69,7 @@ sparse.md#follow-ups-and-saved-prompts
 
 one question about a long text, and the least memory
 KeyDiff evicts before it sees the question (at 1/4 it lost half of the needles). SnapKV chooses among what is left.
-{ASK} --kv-bits 4 --policy "keydiff:budget=8192 then snapkv:top_k=2048"
+{ASK} --kv-bits 8 --policy "keydiff:budget=8192 then snapkv:top_k=2048"
 quality.md benchmarks.md#decoding-and-reading
 """
 CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES_TEXT.strip().split("\n\n")]

@@ -130,7 +130,7 @@ class SavedPrompt:
             raise SnapKVError(f"{conflict}: drop {self._compression.flag}")
         if quantization is not None:
             raise SnapKVError(
-                f"{conflict}, which evicts nothing: give --store 8bit or 4bit instead of --kv-bits"
+                f"{conflict}, which evicts nothing: give --store 8bit instead of --kv-bits"
             )
 
     def notes(self, text: str) -> Iterator[str]:
@@ -173,7 +173,7 @@ class SavedPrompt:
 
         The question and the answer are not counted, because they are usually much shorter than the saved text.
 
-        If the answer's store is "8bit", "4bit" or "file", nothing is checked, because the entries move to that store
+        If the answer's store is "8bit" or "file", nothing is checked, because the entries move to that store
         one layer at a time.
 
         Args:

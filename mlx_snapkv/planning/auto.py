@@ -34,7 +34,7 @@ def _evicting_within(budget: int) -> CompressionConfig:
 KEEP_ALL = CompressionConfig()
 SNAPKV = CompressionConfig(Compress(SnapKV(top_k=4096)))
 SPARSE = CompressionConfig(Sparse())
-SPARSE_4BIT = CompressionConfig(Sparse(store="4bit"))
+SPARSE_8BIT = CompressionConfig(Sparse(store="8bit"))
 SPARSE_IN_FILES = CompressionConfig(Sparse(store="file"))
 SMALL_BUDGET = _evicting_within(8192)
 # Minimum prompt length in tokens at which `SNAPKV` evicts at least half of the entries.
@@ -47,7 +47,7 @@ EVICTING = (SNAPKV, SMALL_BUDGET, *SMALLER_BUDGETS)
 # entries come first.
 CANDIDATES = {
     QUESTION: (KEEP_ALL, *EVICTING, SPARSE_IN_FILES),
-    CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
+    CONVERSATION: (KEEP_ALL, SPARSE_8BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
 # A long prompt gets the full cache only if the peak memory, including the weights, is at most this fraction of the
@@ -257,7 +257,7 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
             f"{time_ratio:.0%} of the full cache's time"
         )
     where = "stay in files" if in_files(config.store) else "fit in memory"
-    bits = re.search(r"(\d+)bit", config.store or "")  # e.g. "4bit"
+    bits = re.search(r"(\d+)bit", config.store or "")  # e.g. "8bit"
     if bits is not None:
         where += f" in {bits[1]} bits"
     return (

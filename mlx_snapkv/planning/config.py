@@ -55,7 +55,7 @@ class CompressionConfig:
             return
         if self.quantization is not None:
             raise SnapKVError(
-                "{} quantises the entries that a policy keeps, and {} keeps all: give {} or 4bit instead",
+                "{} quantises the entries that a policy keeps, and {} keeps all: give {} instead",
                 Option("kv_bits"),
                 Option("sparse"),
                 Option("store", "8bit"),

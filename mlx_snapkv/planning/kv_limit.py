@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
-from .auto import SPARSE_4BIT, SPARSE_IN_FILES, TYPICAL_PROMPT
+from .auto import SPARSE_8BIT, SPARSE_IN_FILES, TYPICAL_PROMPT
 from .entry_sizes import weight_bytes
 from .footprint import Footprint
 from .machine import this_machine
@@ -51,7 +51,7 @@ def request_fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: in
 def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> str:
     """Suggest a change that makes a request fit in `limit` bytes of KV memory, or say that none does.
 
-    These changes are tried in order: sparse attention with entries in 4 bits, sparse attention with entries in files, a
+    These changes are tried in order: sparse attention with entries in 8 bits, sparse attention with entries in files, a
     shorter prompt, and a shorter answer. The first that is enough is suggested.
 
     Args:
@@ -60,7 +60,7 @@ def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: i
         max_tokens: maximum answer length in tokens.
         limit: KV memory limit in bytes.
     """
-    for config in (SPARSE_4BIT, SPARSE_IN_FILES):
+    for config in (SPARSE_8BIT, SPARSE_IN_FILES):
         if request_fits(replace(footprint, config=config), n_prompt, max_tokens, limit):
             return f"{config.flags} would fit"
     n_fitting = _largest(n_prompt, lambda n: request_fits(footprint, n, max_tokens, limit))

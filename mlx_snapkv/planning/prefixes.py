@@ -48,7 +48,7 @@ class PrefixCacheSize:
         prompt_size = format_bytes(self.prompt_bytes)
         return (
             f"{size} hold no prompt of {self.context:,} tokens, which takes {prompt_size}, but one of "
-            f"{n_fitting:,}; --prefix-bytes gives more, and --sparse with --store 4bit needs less"
+            f"{n_fitting:,}; --prefix-bytes gives more, and --sparse with --store 8bit needs less"
         )
 
 

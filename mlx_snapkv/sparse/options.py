@@ -114,9 +114,9 @@ class Sparse(Hyperparameters):
             attention costs a quarter as much as the model's other matrix products.
         when: when answer tokens choose entries: only while that is "faster" on this machine, or "always". With
             "faster", at least the first 17 tokens of an answer read all entries. With "always", only the first two do.
-            On several Macs, or if entries are in files or stored in 8 or 4 bits, tokens always choose. A batch does not
+            On several Macs, or if entries are in files or stored in 8 bits, tokens always choose. A batch does not
             measure speed, but uses the times that earlier requests recorded on this machine.
-        store: where to keep all entries: in memory ("memory", or "8bit" or "4bit" to quantise them), or in a "file".
+        store: where to keep all entries: in memory ("memory", or "8bit" to quantise them), or in a "file".
         store_dir: folder for the files, TMPDIR by default. If the options are written as a string, the folder is left
             out, because it does not affect the entries.
     """
@@ -134,9 +134,8 @@ class Sparse(Hyperparameters):
     store: str = choice(
         "memory",
         "8bit",
-        "4bit",
         "file",
-        help="Where --sparse keeps entries: memory (the default), 8bit, 4bit or file.",
+        help="Where --sparse keeps entries: memory (the default), 8bit or file.",
     )
     store_dir: str | None = folder(help="Folder for --store file; default: TMPDIR.")
 

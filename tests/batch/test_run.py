@@ -137,7 +137,7 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
         assert answer(record) == answer(expected[name])
 
 
-@pytest.mark.parametrize("store", ["memory", "4bit", "file"])
+@pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama, store):
     """The tolerance covers a step's temporary arrays, about 2 MB, and entries that are packed within a step."""
     options = options_of(Sparse(budget=256, store=store)) | {"prefill_step_size": 64}

@@ -20,7 +20,7 @@ SPARSE = Sparse(budget=80, n_window=32, read_top_k=32, when="always")
 WAYS = [
     SNAPKV,
     SPARSE,
-    replace(SPARSE, store="4bit"),
+    replace(SPARSE, store="8bit"),
     replace(SPARSE, store="file"),
 ]
 

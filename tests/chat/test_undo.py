@@ -20,7 +20,7 @@ SPARSE = Sparse(budget=64, when="always")
         ("demo_llama", SMALL),
         ("demo_llama", GATED),
         ("demo_llama", TWO),
-        ("demo_llama", replace(SPARSE, store="4bit")),
+        ("demo_llama", replace(SPARSE, store="8bit")),
         ("demo_llama", replace(SPARSE, store="file")),
         ("demo_qwen", None),
         ("demo_qwen", SMALL),

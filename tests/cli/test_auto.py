@@ -39,7 +39,7 @@ def test_generate_prints_the_setting_that_auto_selects_and_why(call, story, few)
     assert "auto: keydiff:" in err and "this prompt uses keydiff:" in err
 
 
-@pytest.mark.parametrize("more", ["--store memory", "--store 4bit"])
+@pytest.mark.parametrize("more", ["--store memory", "--store 8bit"])
 def test_a_short_prompt_keeps_the_full_cache(call, more):
     asked = ["-p", "Hello", "-m", "2", *more.split()]
     code, _, err = call("generate", *AUTO, *asked)

@@ -26,6 +26,6 @@ def test_the_help_names_the_least_lengths(call):
 
 
 def test_stores_other_than_memory_are_refused(call):
-    code, out, err = call("bench", *SMALL, "--sparse", "top_k=40,store=4bit")
+    code, out, err = call("bench", *SMALL, "--sparse", "top_k=40,store=8bit")
     assert code == 2 and not out
-    assert "bench decodes from unquantised entries in memory: drop store=4bit from" in err
+    assert "bench decodes from unquantised entries in memory: drop store=8bit from" in err

@@ -183,7 +183,7 @@ def test_the_announcement_for_a_saved_text_counts_no_answer_tokens(cache):
         (HALF, ["--sparse", ""], "is already compressed, and the evicted entries are gone: drop --sparse"),
         (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: drop --policy"),
         (SPARSE, ["--sparse", "top_k=9"], f"has its own setting, sparse:{SPARSE[1]}: drop --sparse"),
-        (SPARSE, ["--kv-bits", "4"], "evicts nothing: give --store 8bit or 4bit instead of --kv-bits"),
+        (SPARSE, ["--kv-bits", "4"], "evicts nothing: give --store 8bit instead of --kv-bits"),
         ([], ["--store", "memory"], "--store memory says where sparse attention keeps all entries, but no"),
         ([], ["--snapkv", "top_k=9"], "--snapkv: snapkv needs queries, and a saved full cache holds none"),
         (HALF, ["--snapkv", "top_k=9"], "is already compressed, and the evicted entries are gone: drop --snapkv"),

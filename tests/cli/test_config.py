@@ -74,7 +74,7 @@ def test_a_key_of_several_commands_is_used_by_the_commands_that_accept_its_value
 
 def test_keys_that_a_saved_prompt_overrides_are_no_mistake(run, tmp_path):
     saved = str(tmp_path / "s.safetensors")
-    text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "4bit"\n'
+    text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "8bit"\n'
     assert run(text, "cache-prompt", "--prompt", LEAD * 4, "-o", saved)[0] == 0
     asked = ["generate", "--prompt-cache-file", saved, "-m", "2", "--prompt"]
     code, _, err = run(text, *asked, "Which code?")
@@ -115,7 +115,7 @@ def test_a_mistake_in_the_file_names_the_file_and_the_key(run, text, words):
 
 
 def test_a_store_in_the_file_is_ignored_without_sparse_attention_and_a_flag_is_not(run):
-    text = 'model = "demo"\nstore = "4bit"\n'
+    text = 'model = "demo"\nstore = "8bit"\n'
     assert run(text, *ASK, "-m", "2")[0] == 0
     code, _, err = run(text, *ASK, "-m", "2", "--policy", "tova")
     assert code == 0 and "memory" not in err.partition("|")[0]
@@ -124,8 +124,12 @@ def test_a_store_in_the_file_is_ignored_without_sparse_attention_and_a_flag_is_n
 
 
 def test_a_typed_store_overrides_the_store_in_the_file(run):
-    text = 'model = "demo"\nstore = "4bit"\n[generate]\nsparse = "budget=9,n_window=1"\n'
-    stores = {(): "4bit", ("--store", "8bit"): "8bit", ("--sparse", "budget=9,store=file"): "file"}
+    text = 'model = "demo"\nstore = "8bit"\n[generate]\nsparse = "budget=9,n_window=1"\n'
+    stores = {
+        (): "8bit",
+        ("--store", "file"): "file",
+        ("--sparse", "budget=9,store=file"): "file",
+    }
     for typed, store in stores.items():
         code, out, _ = run(text, *ASK, "-m", "2", *typed, "--json")
         assert code == 0
@@ -134,15 +138,15 @@ def test_a_typed_store_overrides_the_store_in_the_file(run):
         "n_window=1", "n_window=1,store=memory"
     )  # a default, which a store replaces
     code, out, _ = run(text, *ASK, "-m", "2", "--json")
-    assert code == 0 and ",store=4bit" in json.loads(out)["compression"]["policy"]
+    assert code == 0 and ",store=8bit" in json.loads(out)["compression"]["policy"]
 
 
 def test_a_store_in_the_file_waits_for_a_later_policy_of_a_chat(run):
-    text = 'model = "demo"\nstore = "4bit"\n'
+    text = 'model = "demo"\nstore = "8bit"\n'
     lines = b"/policy\n/policy sparse:budget=9\n/policy tova"
     code, _, err = run(text, "chat", stdin=lines)
     assert code == 0 and "policy: none\n" in err
-    assert "with policy sparse:budget=9,store=4bit\n" in err and "with policy tova\n" in err
+    assert "with policy sparse:budget=9,store=8bit\n" in err and "with policy tova\n" in err
 
 
 def test_a_mistake_in_a_variable_names_it(run):

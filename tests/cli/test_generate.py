@@ -159,6 +159,9 @@ def test_flags_that_change_the_answer(call, demo_llama):
     _, _, said = call("chat", "--model", "demo", *bits[:4], stdin=b"")
     assert note in said
     bits = [*bits[:4], "--quantized-kv-start", "0"]
-    assert "note:" not in call("chat", "--model", "demo", *bits, stdin=b"")[2]
+    notes = call("chat", "--model", "demo", *bits, stdin=b"")[2].split("note: ")[1:]
+    assert [note.strip().split(",")[0] for note in notes] == ["in 2 bits"]
+    in_8_bits = ["--kv-bits", "8", *bits[2:]]
+    assert "note:" not in call("chat", "--model", "demo", *in_8_bits, stdin=b"")[2]
     sampled = [*ASKED, "--temp", "3", "--seed"]
     assert call(*sampled, "7") == call(*sampled, "7") != call(*sampled, "8")

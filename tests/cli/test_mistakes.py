@@ -56,23 +56,23 @@ generate --prompt x --model demo --json-schema true --prefill-response y | drop 
 generate --prompt x --model demo --sparse "" --policy tova | says which entries stay, and --sparse says which are
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
-generate --prompt x --model demo --sparse store=4bit --store 8bit | --sparse store=4bit and --store 8bit differ: give
+generate --prompt x --model demo --sparse store=8bit --store file | --sparse store=8bit and --store file differ: give
 generate --prompt x --model demo --sparse store=memory --store 8bit | --sparse store=memory and --store 8bit differ
 generate --prompt x --model demo --sparse store=file,store_dir=. --store-dir {} | store_dir=. and --store-dir {} differ
-compare --prompt x --model demo --sparse "" --sparse store=memory --store 4bit | store=memory and --store 4bit differ
-chat --model demo --store 4bit                           | --store 4bit says where sparse attention keeps all entries
-compare --prompt x --model demo --policy tova --store 4bit | but tova evicts: give --sparse instead, or drop --store
+compare --prompt x --model demo --sparse "" --sparse store=memory --store 8bit | store=memory and --store 8bit differ
+chat --model demo --store 8bit                           | --store 8bit says where sparse attention keeps all entries
+compare --prompt x --model demo --policy tova --store 8bit | but tova evicts: give --sparse instead, or drop --store
 generate --prompt x --model demo --sparse store=foo      | --sparse store=foo: sparse option store must be memory, 8bit
 generate --prompt x --model demo --store memory          | --store memory says where sparse attention keeps all entries
 batch {}/requests -o {}/a --model demo --policy tova --kv-bits 4 --kv-group-size 128 | must be one of [32, 64]
 serve --port 0 --model demo --policy tova --kv-bits 4 --kv-group-size 128 | must be one of [32, 64]
 batch {}/requests -o {}/a.jsonl --model none --store file | --store file says where sparse
-serve --model none --store 4bit                          | --store 4bit says where sparse attention keeps
+serve --model none --store 8bit                          | --store 8bit says where sparse attention keeps
 generate --prompt x --model demo --snapkv top_k=-1       | --snapkv top_k=-1: snapkv option top_k must be a whole number
 compare --prompt x --model demo --sparse top_k=0         | --sparse top_k=0: sparse option top_k must be a whole number
 bench --policy "keydiff:budget=0%"                       | --policy keydiff:budget=0%: keydiff option budget must be
 generate --prompt x --model demo --policy snapkv:top_k=4,budget=9 | snapkv options top_k and budget say the same: give
-generate --prompt x --model demo --sparse "" --kv-bits 8 | --sparse keeps all: give --store 8bit or 4bit
+generate --prompt x --model demo --sparse "" --kv-bits 8 | --sparse keeps all: give --store 8bit
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder {}/no
 compare --prompt x --model demo -o {}/no/a.html          | there is no folder {}/no
 inspect --prompt x --model demo --policy tova -o {}/no/a.html | there is no folder {}/no

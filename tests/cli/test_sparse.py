@@ -22,7 +22,7 @@ def cost(err):
     return [line for line in err.splitlines() if " tokens will write at most " in line]
 
 
-@pytest.mark.parametrize("store", ["4bit", "file"])
+@pytest.mark.parametrize("store", ["8bit", "file"])
 def test_the_first_line_says_what_will_be_read_and_the_last_line_what_was(
     call, story, tmp_path, store
 ):
@@ -126,13 +126,13 @@ def test_policy_in_a_chat_starts_a_conversation_with_sparse_attention(call, docu
 
 
 def test_flags_of_the_store_apply_to_later_policies_of_a_chat_that_name_none(call):
-    named = [f"/policy sparse:budget=9,store={store}" for store in ("4bit", "memory")]
+    named = [f"/policy sparse:budget=9,store={store}" for store in ("8bit", "memory")]
     lines = ["/policy sparse:budget=9", *named, "/policy snapkv"]
     chat = ["chat", "--model", "demo", "--sparse", "budget=8,store=file"]
     code, _, err = call(*chat, "--store", "file", stdin="\n".join(lines).encode())
     policies = re.findall(r"with policy (\S+)", err)
     assert code == 0
-    in_stores = ["sparse:budget=9,store=file", "sparse:budget=9,store=4bit", "sparse:budget=9"]
+    in_stores = ["sparse:budget=9,store=file", "sparse:budget=9,store=8bit", "sparse:budget=9"]
     assert policies == [*in_stores, "snapkv"]
 
 

@@ -56,7 +56,7 @@ def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, store)
     assert_same(found, plain(model, tokens[:n], 90))
 
 
-@pytest.mark.parametrize("store", ["8bit", "4bit", "file"])
+@pytest.mark.parametrize("store", ["8bit", "file"])
 def test_dense_reading_moves_each_chunk_to_the_store(wide, store, monkeypatch):
     """At most one chunk's entries are outside the store, so a store saves memory while a prompt is read, too."""
     unstored = []
@@ -76,7 +76,7 @@ def test_dense_reading_moves_each_chunk_to_the_store(wide, store, monkeypatch):
     assert all(layer.layer_cache_in(cache).offset == 300 for layer in attention_layers(wide, cache))
 
 
-@pytest.mark.parametrize("store", ["memory", "4bit", "file"])
+@pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 def test_an_interrupted_prefill_leaves_the_callers_cache_as_it_was(wide, store):
     class Stopped(Exception):
         pass

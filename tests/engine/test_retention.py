@@ -29,10 +29,10 @@ def wide():
 
 
 WRONG = [
-    ({"sparse": "store=remember"}, "^sparse option store must be memory, 8bit, 4bit or file, got 'remember'$"),
+    ({"sparse": "store=remember"}, "^sparse option store must be memory, 8bit or file, got 'remember'$"),
     ({"sparse": {"store_dir": "/no/such"}}, "^sparse option store_dir must be a writable folder, got '/no/such'$"),
     ({"store": "file"}, r"^unknown option 'store': it is one of sparse attention, so give sparse=\{'store': 'file'\}$"),
-    ({"policy": POLICY, "store": "4bit"}, "^unknown option 'store': .* so give sparse="),
+    ({"policy": POLICY, "store": "8bit"}, "^unknown option 'store': .* so give sparse="),
     ({"policy": "auto", "store_dir": "."}, "^unknown option 'store_dir': .* so give sparse="),
 ]  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_a_compressed_prompt_cache_can_not_be_read_sparsely(wide, tokens, store)
         steps(wide, tokens, prompt_cache=cache, sparse=f"{SPARSE},store={store}")
 
 
-IN_MEMORY = ["memory", "8bit", "4bit"]
+IN_MEMORY = ["memory", "8bit"]
 WAYS = [
     *(f"{SPARSE},store={store}" for store in [*IN_MEMORY, "file"]),
     "budget=40,n_window=16,store=8bit",

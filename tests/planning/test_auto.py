@@ -29,7 +29,7 @@ from mlx_snapkv.planning.auto import (
     SMALL_BUDGET,
     SNAPKV,
     SPARSE,
-    SPARSE_4BIT,
+    SPARSE_8BIT,
     AutoRequest,
     recommend,
     resolve,
@@ -76,7 +76,7 @@ def cost(planner, n, setting):
         (MIN_TOKENS_TO_EVICT, BATCH, None, SNAPKV, "the question chooses"),
         (MIN_TOKENS_TO_EVICT, CONVERSATION, None, KEEP_ALL, "fit in memory"),
         (MIN_TOKENS_TO_EVICT, QUESTION, "KV memory", SMALL_BUDGET, "the full cache would take"),
-        (MIN_TOKENS_TO_EVICT, CONVERSATION, "KV memory", SPARSE_4BIT, "and {} is available"),
+        (MIN_TOKENS_TO_EVICT, CONVERSATION, "KV memory", SPARSE_8BIT, "and {} is available"),
         (MIN_TOKENS_TO_EVICT, BATCH, "KV memory", SMALL_BUDGET, "and {} is available"),
         (9000, QUESTION, "KV memory", CANDIDATES[QUESTION][3], "the full cache would take"),
     ],
@@ -91,7 +91,7 @@ def test_auto_selects_a_setting_and_says_why(planner, n, task, lacks, setting, w
     assert why.format(module.format_bytes(most or GB)) in str(taken)
 
 
-@pytest.mark.parametrize("task, second", [(QUESTION, SNAPKV), (CONVERSATION, SPARSE_4BIT)])
+@pytest.mark.parametrize("task, second", [(QUESTION, SNAPKV), (CONVERSATION, SPARSE_8BIT)])
 def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
     peak, _ = cost(planner, MIN_TOKENS_TO_EVICT, KEEP_ALL)
     enough = math.ceil(peak / FULL_CACHE_SHARE)
@@ -125,7 +125,7 @@ def test_if_nothing_fits_or_can_be_compressed_auto_still_selects(planner, monkey
 
 
 @pytest.mark.parametrize("n", [MIN_TOKENS_TO_EVICT - 8000, MIN_TOKENS_TO_EVICT])
-@pytest.mark.parametrize("store", ["file", "4bit"])
+@pytest.mark.parametrize("store", ["file", "8bit"])
 def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
     """The last candidate would be a bad choice, because it may leave the prompt uncompressed."""
     request = AutoRequest(n, required_sparse=Sparse(store=store), kv_memory=10**6)
@@ -273,7 +273,7 @@ def test_a_faster_setting_that_does_not_fit_is_not_selected(planner):
     taken = recommend(planner, request, enough - 2)
     assert taken.config != SPARSE and "sparse would take" in taken.why
     slow = AutoRequest(LONG, CONVERSATION, speed=speed(LOSES))
-    assert recommend(planner, slow, peaks[SNAPKV]).config == SPARSE_4BIT  # nothing else fits
+    assert recommend(planner, slow, peaks[SNAPKV]).config == SPARSE_8BIT  # nothing else fits
 
 
 def test_auto_reads_the_record(demo_llama, record):

@@ -45,7 +45,7 @@ def test_a_prompt_that_is_not_compressed_may_have_a_rotating_cache(tiny_model, t
     assert_same(found, plain(tiny_model, tokens, max_kv_size=64))
 
 
-@pytest.mark.parametrize("text", ["sparse", "sparse:budget=6.25%,store=4bit", "sparse:read=sparse"])
+@pytest.mark.parametrize("text", ["sparse", "sparse:budget=6.25%,store=8bit", "sparse:read=sparse"])
 def test_printed_flags_select_the_same_setting(text):
     config = CompressionConfig(setting_named(text))
     flag, options = shlex.split(config.flags)

@@ -50,7 +50,7 @@ def test_a_saved_copy_on_the_same_disk_needs_as_much_again(demo_llama, ask, tmp_
         (None, 900),
         (Compress(SnapKV()), 900),
         (Sparse(), 900),
-        (Sparse(store="4bit"), 900),
+        (Sparse(store="8bit"), 900),
         (SPARSE, 0),
     ],
 )

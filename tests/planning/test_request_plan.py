@@ -50,7 +50,7 @@ def test_a_request_follows_its_plan(llama, method):
     "options, chooses",
     [
         ("", False),
-        ("store=4bit", False),
+        ("store=8bit", False),
         ("store=file", True),
         ("read_top_k=64", True),
         ("read=sparse", True),

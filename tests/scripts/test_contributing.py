@@ -211,7 +211,7 @@ def test_a_new_file_and_its_name_are_a_store_in_requests_commands_and_tests(tmp_
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     printed = run(tmp_path, USES_STORE)
     assert f"{tmp_path}/mlx_snapkv/__init__.py small 6\n" in printed
-    refused = "refused: .*memory, 8bit, 4bit, file or small, got 'tiny'"
+    refused = "refused: .*memory, 8bit, file or small, got 'tiny'"
     assert len(re.findall(refused, printed, re.S)) == 1 and printed.count("'tiny'") == 2
     assert "\n6 passed" in printed
 

@@ -199,7 +199,7 @@ def test_full_cache_true_answers_from_all_entries(demo_llama):
         assert n_known > 300
 
 
-@pytest.mark.parametrize("store", ["memory", "4bit"])
+@pytest.mark.parametrize("store", ["memory", "8bit"])
 def test_full_cache_true_does_not_use_entries_of_sparse_attention(demo_llama, store):
     body = {"prompt": "The key of the door is here. " * 60, "max_tokens": 12}
     policy = Sparse(budget=64, n_window=16, store=store)
@@ -219,7 +219,7 @@ def test_full_cache_true_does_not_use_entries_of_sparse_attention(demo_llama, st
 def test_a_prompt_that_fits_the_budget_does_not_use_quantised_entries(demo_llama):
     text = "The key of the amber door is here, and the lamp of the quiet harbour is there. " * 30
     short = {"prompt": text[: len(text) // 2], "max_tokens": 12}
-    with serving(policy=Sparse(budget=400, n_window=16, store="4bit")) as served:
+    with serving(policy=Sparse(budget=400, n_window=16, store="8bit")) as served:
         long = served.post("/v1/completions", short | {"prompt": text}).json()
         after = served.post("/v1/completions", short).json()
     assert long["mlx_snapkv"]["entries"] == 400 and after["mlx_snapkv"]["entries"] is None

@@ -18,7 +18,7 @@ TEXT = mx.array(np.random.default_rng(1).integers(1, 64, 3 * CHUNK_SIZE))
 QUESTION = mx.arange(1, 6)
 
 
-@pytest.mark.parametrize("store", ["memory", "4bit", "file"])
+@pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 def test_every_store_and_file_knows_its_first_sparsely_read_entry(store, tmp_path):
     """The entries before it equal the full cache's."""
     model = make_llama(head_dim=64)

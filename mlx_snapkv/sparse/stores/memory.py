@@ -1,4 +1,4 @@
-"""Stores that keep entries in memory, either plain or quantised to 8 or 4 bits."""
+"""Stores that keep entries in memory, either plain or quantised to 8 bits."""
 
 from typing import Any
 
@@ -129,9 +129,3 @@ class EightBitStore(MemoryStore):
     """Entries in memory, quantised to 8 bits."""
 
     name, bits = "8bit", 8
-
-
-class FourBitStore(MemoryStore):
-    """Entries in memory, quantised to 4 bits."""
-
-    name, bits = "4bit", 4
