@@ -47,6 +47,7 @@ ANSWERED = (SNAPKV, "snapkv:budget=12.5%,lookahead=32", STREAMING)
 BLOCKS = (
     "snapkv:budget=25%,schedule=block",
     *(f"{name}:budget=25%" for name in ("expected_attention", "keydiff", "lagkv", "streaming_llm")),
+    "keydiff:budget=25% then snapkv:budget=6.25%",
 )
 SPARSE = ("budget=6.25%", "budget=3.125%")
 # Tasks are measured with only one sparse setting, to save time.

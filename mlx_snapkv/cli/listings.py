@@ -69,7 +69,7 @@ sparse.md#follow-ups-and-saved-prompts
 
 one question about a long text, and the least memory
 KeyDiff evicts before it sees the question (at 1/4 it lost half of the needles). SnapKV chooses among what is left.
-{ASK} --kv-bits 8 --policy "keydiff:budget=8192 then snapkv:top_k=2048"
+{ASK} --policy "keydiff:budget=8192 then snapkv:top_k=2048"
 quality.md benchmarks.md#decoding-and-reading
 """
 CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES_TEXT.strip().split("\n\n")]
