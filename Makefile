@@ -79,10 +79,8 @@ real-models: $(VENV)/.installed-real ## two small language models and essays int
 
 eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, bits, facts, reading, residual, associations, long-answers (a day on two cores, 10 GB)
 	$(RUN) scripts/make_real_models.py --model $(LARGER)
-	for model in smollm2-135m-instruct gemma-3-270m $(LARGER); do \
-		$(RUN) scripts/make_ruler.py real-models/$$model real-models/ruler/$$model --length 2048 --length 4096 || exit; \
-	done
-	$(RUN) scripts/make_ruler.py real-models/$(LARGER) real-models/ruler/$(LARGER) --length 16384
+	$(RUN) scripts/make_ruler.py real-models/smollm2-135m-instruct real-models/ruler/smollm2-135m-instruct --length 2048 --length 4096
+	$(RUN) scripts/make_ruler.py real-models/$(LARGER) real-models/ruler/$(LARGER) --length 2048 --length 16384
 	$(RUN) scripts/measure_quality.py
 	$(RUN) scripts/quality_picture.py
 	$(RUN) scripts/measure_facts.py

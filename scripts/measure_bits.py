@@ -4,8 +4,8 @@
     python scripts/make_real_models.py --model qwen2.5-coder-1.5b-instruct
     python scripts/measure_bits.py; make docs
 
-A text is read with the full cache, its entries are quantised as with --kv-bits, and the full cache's predictions of the
-following tokens are compared with those from the quantised entries.
+A text is read with the full cache. Its entries are quantised as with --kv-bits and --quantized-kv-start 0, and the full
+cache's predictions after the tokens that follow are compared with those from the quantised entries.
 """
 
 import copy
@@ -21,30 +21,25 @@ from results_page import ROOT, Result, Row, result_options
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.measure.divergence import divergence, log_softmax
+from mlx_snapkv.measure.divergence import divergence, log_softmax, logits_after
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Texts
 
-FOLLOWING = 64  # tokens whose predictions are compared
+FOLLOWING = 64  # tokens after a text, after each of which predictions are compared
 GROUP_SIZE = 64  # mlx-lm's default
 KINDS = ("code", "essays")  # of texts
 
 
-def predictions(model: Any, tokens: list[int], cache: list) -> mx.array:
-    """Return log-probabilities `(n, vocab_size)` for what follows each of `n` tokens. The cache grows."""
-    return log_softmax(model(mx.array(tokens)[None], cache=cache)[0])
-
-
 def compare(
-    model: Any, tokens: list[int], following: list[int], all_bits: list[int]
+    model: Any, tokens: list[int], following: list[int], bits_to_compare: list[int]
 ) -> Iterator[Row]:
-    """Yield the KL and the share of equal tokens after a text, for each number of bits."""
+    """Yield the mean KL (nats per token) and the share of equal tokens after a text, for each number of bits."""
     cache = make_prompt_cache(model)
     read(model, mx.array(tokens), cache, {})
-    full_logprobs = predictions(model, following, copy.deepcopy(cache))
-    for bits in all_bits:
-        quantised = [layer.to_quantized(GROUP_SIZE, bits) for layer in cache]
-        logprobs = predictions(model, following, quantised)
+    full_logprobs = log_softmax(logits_after(model, copy.deepcopy(cache), following))
+    for bits in bits_to_compare:
+        quantised_cache = [layer.to_quantized(GROUP_SIZE, bits) for layer in cache]
+        logprobs = log_softmax(logits_after(model, quantised_cache, following))
         is_same = mx.argmax(full_logprobs, axis=-1) == mx.argmax(logprobs, axis=-1)
         kl = divergence(full_logprobs, logprobs)
         yield {"bits": bits, "kl": float(kl.mean()), "same": float(is_same.mean())}

@@ -10,19 +10,15 @@ from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.sparse.options import Sparse
 
-SETTINGS = {"known": "at the prompt's end", "later": "after the compression"}
-
 
 def losses() -> list[str]:
     """Return a table of each policy's largest loss in a RULER task, with the largest loss first."""
     worst_first = sorted(_losses(), key=lambda loss: loss["with policy"] - loss["full cache"])
-    losses_by_key = grouped(worst_first, "setting", "method")
-    worst_losses = [key_losses[0] for key_losses in losses_by_key.values()]
+    worst_losses = [losses[0] for losses in grouped(worst_first, "method").values()]
     rows = [
         (
             f"{loss['model']}, {loss['length']:,}",
             f"`{loss['task']}` ({loss['asked']})",
-            SETTINGS[loss["setting"]],
             f"`{loss['method']}`",
             loss["entries"],
             f"{100 * loss['full cache']:.0f}",
@@ -33,7 +29,6 @@ def losses() -> list[str]:
     header = (
         "model, RULER's limit",
         "task (questions)",
-        "question",
         "policy",
         "entries",
         "full cache",
@@ -47,21 +42,20 @@ def _losses() -> Iterator[Row]:
     for part in named_parts():
         if part["task"] != "data":
             continue
-        full_rows = {row["setting"]: row for row in part["summary"] if row["method"] == FULL_CACHE}
+        (full,) = (row for row in part["summary"] if row["method"] == FULL_CACHE)
         for row in part["summary"]:
             if row["method"].startswith(Sparse.name):
                 continue
-            full_scores = full_rows[row["setting"]]["by_task"]
             for task, score in row["by_task"].items():
-                if score < full_scores[task]:
+                full_score = full["by_task"][task]
+                if score < full_score:
                     yield {
                         "model": part["model"],
                         "length": row["length"],
                         "task": task,
                         "asked": row["asked"] // len(row["by_task"]),
-                        "setting": row["setting"],
                         "method": row["method"],
                         "entries": entries_text(row),
-                        "full cache": full_scores[task],
+                        "full cache": full_score,
                         "with policy": score,
                     }

@@ -182,6 +182,19 @@ def servers() -> list[str]:
     return [*measured(result), *figures(rows, columns)]
 
 
+def bits() -> list[str]:
+    """Return the KL and the share of equal tokens by number of bits, with one row per model and kind of text."""
+    result = load("bits")
+    all_bits = dict.fromkeys(row["bits"] for row in result["rows"])
+    rows = []
+    for (model, text), text_rows in grouped(result["rows"], "model", "text").items():
+        cells = {row["bits"]: f"{row['kl']:.4f}, {row['same']:.2f}" for row in text_rows}
+        texts = f"{text} ({text_rows[0]['n']})"
+        rows.append((f"`{model}`", texts, *(cells.get(bits, "") for bits in all_bits)))
+    headings = (f"{bits} bits: KL, same" for bits in all_bits)
+    return [*measured(result), *table(("model", "texts", *headings), rows)]
+
+
 # Facts found
 
 FACT_COLUMNS = {"model": "`{model}`", "cache": "{name}", "right": "{right}/{asked}"}
@@ -203,17 +216,6 @@ def memories() -> list[str]:
         "later turns": "{later_seconds:seconds}",
     }
     return [*measured(load("facts")), *figures(_facts("memories"), columns)]
-
-
-def bits() -> list[str]:
-    """Return the facts found with quantised entries."""
-    result = load("bits")
-    rows = []
-    for (model, text), text_rows in grouped(result["rows"], "model", "text").items():
-        cells = [f"{row['kl']:.4f}, {row['same']:.2f}" for row in text_rows]
-        rows.append((f"`{model}`", f"{text} ({text_rows[0]['n']})", *cells))
-    headings = dict.fromkeys(f"{row['bits']} bits" for row in result["rows"])
-    return [*measured(result), *table(("model", "texts", *headings), rows)]
 
 
 def resident() -> list[str]:

@@ -76,9 +76,9 @@ def batch(
     from ..models.trained_length import beyond_trained_length
 
     console = PromptConsole(files.quiet)
-    console.say_all(cache.bits_notes())
     setting = compression.setting_for_task(model_options.model, "batch", console.say, vars(cache))
     _require_policy_for_kv_bits(setting, cache.kv_bits)
+    console.say_all(cache.bits_notes())
     # Every answer records these settings, and a run that resumes the file must use the same ones.
     recorded_settings = {
         "policy": None if setting is None else str(setting),

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from ..planning.auto import Recommendation
     from ..planning.settings import Setting
 
-MOST_RISKY_BITS = (
-    4  # scripts/measure_bits.py: Qwen2.5-Coder's predictions are lost in 4 bits, and stay in 6
-)
+# With 4 bits, the predictions of Qwen2.5-Coder are lost, and with 6 they are not (scripts/measure_bits.py).
+MAX_RISKY_BITS = 4
 
 PrefillStepSize = Annotated[
     int, Option(min=1, help="Maximum number of prompt tokens per chunk.", rich_help_panel=KV_CACHE)
@@ -63,9 +62,10 @@ class CacheOptions:
 
     def bits_notes(self) -> Iterator[str]:
         """Yield a note if --kv-bits is so small that answers of some models become useless."""
-        if self.kv_bits is not None and self.kv_bits <= MOST_RISKY_BITS:
+        if self.kv_bits is not None and self.kv_bits <= MAX_RISKY_BITS:
             yield (
-                f"note: in {self.kv_bits} bits, some models' keys lose what their answers need; --kv-bits 8 keeps it"
+                f"note: with --kv-bits {self.kv_bits}, answers of some models are useless; --kv-bits 8 changes answers "
+                "little"
             )
 
     def require_supported(self, model: Any) -> None:
@@ -120,7 +120,7 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_prompt: int, max_tokens: int) -> Iterator[str]:
-        """Yield notes on options that have no effect on a prompt of `n_prompt` tokens with `setting`."""
+        """Yield notes on risky --kv-bits, and on options without effect on a prompt of `n_prompt` tokens."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         from ..planning.prompt_plan import reason_to_leave
@@ -134,6 +134,7 @@ class MLXCacheOptions(CacheOptions):
                 f"uses {setting}"
             )
         if setting is not None and reason_to_leave(setting, n_prompt, None, max_tokens) is None:
+            yield from self.bits_notes()
             return
         quantized_from = self.quantized_kv_start
         if quantized_from is None:
@@ -141,6 +142,8 @@ class MLXCacheOptions(CacheOptions):
         if n_prompt + max_tokens <= quantized_from:
             remedy = "" if setting is not None else "; --quantized-kv-start changes that"
             yield f"note: --kv-bits quantises a full cache only from {quantized_from:,} tokens on{remedy}"
+        else:
+            yield from self.bits_notes()
 
     def require_supported(self, model: Any, draft_model: str | None = None) -> None:
         """Check that the model supports the options, and that the options can be combined.

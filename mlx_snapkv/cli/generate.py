@@ -171,7 +171,6 @@ def generate(
         console.say_all(saved.notes(text))
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
         tokens = console.wait_for(encode)
-    console.say_all(cache.bits_notes())
     n_saved = 0 if saved is None else saved.n_tokens
     saved_has_setting = saved is not None and saved.policy != NO_POLICY
     if not saved_has_setting:

@@ -1,7 +1,6 @@
 """Chooses a setting for `policy="auto"` and for `plan`, and suggests policies to compare."""
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from ..compress.policy import Policy
 from ..errors import Option, SnapKVError
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import in_files
+from ..sparse.stores import STORES
 from .config import CompressionConfig
 from .machine import this_machine
 from .memory_plan import MemoryPlan, Planner, planner_options
@@ -257,9 +257,9 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
             f"{time_ratio:.0%} of the full cache's time"
         )
     where = "stay in files" if in_files(config.store) else "fit in memory"
-    bits = re.search(r"(\d+)bit", config.store or "")  # e.g. "8bit"
+    bits = STORES[config.sparse.store].bits
     if bits is not None:
-        where += f" in {bits[1]} bits"
+        where += f" in {bits} bits"
     return (
         f"all entries {where}, so that every token of the answer can choose the few that it reads"
     )

@@ -204,7 +204,7 @@ class Footprint:
 
     @property
     def _store_is_quantised(self) -> bool:
-        """Return whether sparse attention keeps entries in memory in few bits."""
+        """Return whether sparse attention keeps quantised entries in memory."""
         store = self.config.store
         return store is not None and STORES[store].bits is not None
 

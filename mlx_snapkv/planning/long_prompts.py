@@ -168,7 +168,7 @@ def _describe_sparse(footprint: Footprint, plan: Plan) -> str:
     chunk_text = f"a chunk will read at most {reading.reach.max_read:,} of {n_prompt:,} entries"
     last_tokens_text = f"the prompt's last {LAST_TOKENS} tokens read more"
     token_text = f"a token of the answer at most {read_count}{from_token}"
-    warning = "reading few can lose facts, and read=dense reads all, which takes longer"
+    warning = "chunks that choose entries can lose facts, and with read=dense they would read all"
     return f"{chunk_text}, and {token_text}; {stored_text}; {last_tokens_text}; {warning}"
 
 

@@ -74,7 +74,7 @@ def test_a_key_of_several_commands_is_used_by_the_commands_that_accept_its_value
 
 def test_keys_that_a_saved_prompt_overrides_are_no_mistake(run, tmp_path):
     saved = str(tmp_path / "s.safetensors")
-    text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "8bit"\n'
+    text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nstore = "8bit"\n'
     assert run(text, "cache-prompt", "--prompt", LEAD * 4, "-o", saved)[0] == 0
     asked = ["generate", "--prompt-cache-file", saved, "-m", "2", "--prompt"]
     code, _, err = run(text, *asked, "Which code?")

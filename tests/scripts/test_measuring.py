@@ -17,6 +17,7 @@ from mlx_snapkv.sparse import clusters
 from mlx_snapkv.sparse.options import CHUNK_WINDOW, PAGE_SIZE
 from scripts import (
     measure_batches,
+    measure_bits,
     measure_books,
     measure_facts,
     measure_long_answers,
@@ -95,6 +96,21 @@ def test_a_books_entries_are_on_disk_and_the_full_cache_is_in_memory():
     assert ours["entries"] == 128 + 1024 + CHUNK_WINDOW + PAGE_SIZE - 1 and full["entries"] == 3000
     assert ours["gathered"] == 128 + 1024 + 512 and full["gathered"] == 0
     assert ours["question_seconds"] > 0
+
+
+def test_predictions_from_few_bits_are_those_of_mlx_lms_quantised_cache(demo_llama):
+    model, tokenizer = demo_llama
+    text, _ = make_haystack(tokenizer, random.Random(0), 3, 700)
+    tokens = tokenizer.encode(text)
+    prompt, following = tokens[:500], tokens[500:540]
+    rows = {row["bits"]: row for row in measure_bits.compare(model, prompt, following, [8, 2])}
+    assert rows[8]["kl"] < rows[2]["kl"] / 10 and rows[8]["same"] > rows[2]["same"]
+    # mlx-lm quantises before it reads the prompt's last token, and also predicts the first token that follows.
+    in_2_bits = {"kv_bits": 2, "kv_group_size": 64, "quantized_kv_start": 0}
+    expected = measure_residual.predictions(model, prompt, following)
+    found = measure_residual.predictions(model, prompt, following, **in_2_bits)
+    kl = divergence(expected, found)[1:].mean().item()
+    assert rows[2]["kl"] == pytest.approx(kl, rel=0.2)
 
 
 def test_long_answers_are_compared_token_by_token_with_the_full_caches(demo_llama):

@@ -27,7 +27,7 @@ from mlx_snapkv.sparse.stores import STORES, MemoryStore
 from mlx_snapkv.sparse.stores.file import FileStore
 
 PIECE = 7  # entries
-HOW = Quantization(4, 64)
+HOW = Quantization(8, 64)
 HEADS = (2, 3)
 
 
