@@ -41,12 +41,12 @@ SMALL_BUDGET = _evicting_within(8192)
 MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]
 TYPICAL_PROMPT = 32_768  # prompt length in tokens to assume if the prompts are not known yet
 
-SMALLER_BUDGETS = tuple(map(_evicting_within, (4096, 2048, 1024, 512)))
-EVICTING = (SNAPKV, SMALL_BUDGET, *SMALLER_BUDGETS)
-# Candidates for each task, best first. In a conversation, later questions may need any entry, so settings that keep all
-# entries come first.
+SMALL_BUDGETS = (SMALL_BUDGET, *map(_evicting_within, (4096, 2048, 1024, 512)))
+EVICTING = (SNAPKV, *SMALL_BUDGETS)
+# Candidates for each task, best first. KeyDiff evicts before the model has read the question, so entries in 8 bits come
+# first. In a conversation, later questions may need any entry, so all settings that keep all entries come first.
 CANDIDATES = {
-    QUESTION: (KEEP_ALL, *EVICTING, SPARSE_IN_FILES),
+    QUESTION: (KEEP_ALL, SNAPKV, SPARSE_8BIT, *SMALL_BUDGETS, SPARSE_IN_FILES),
     CONVERSATION: (KEEP_ALL, SPARSE_8BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }

@@ -75,10 +75,10 @@ def cost(planner, n, setting):
         ),
         (MIN_TOKENS_TO_EVICT, BATCH, None, SNAPKV, "the question chooses"),
         (MIN_TOKENS_TO_EVICT, CONVERSATION, None, KEEP_ALL, "fit in memory"),
-        (MIN_TOKENS_TO_EVICT, QUESTION, "KV memory", SMALL_BUDGET, "the full cache would take"),
+        (MIN_TOKENS_TO_EVICT, QUESTION, "KV memory", SPARSE_8BIT, "the full cache would take"),
         (MIN_TOKENS_TO_EVICT, CONVERSATION, "KV memory", SPARSE_8BIT, "and {} is available"),
         (MIN_TOKENS_TO_EVICT, BATCH, "KV memory", SMALL_BUDGET, "and {} is available"),
-        (9000, QUESTION, "KV memory", CANDIDATES[QUESTION][3], "the full cache would take"),
+        (9000, QUESTION, "KV memory", SPARSE_8BIT, "the full cache would take"),
     ],
 )
 def test_auto_selects_a_setting_and_says_why(planner, n, task, lacks, setting, why):
@@ -105,7 +105,7 @@ def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
 
 @pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
 def test_with_less_memory_the_next_setting_that_fits_is_selected(planner, task):
-    """For a question, eviction is tried before files. For a conversation, files come first."""
+    """For a question, entries in 8 bits come before eviction within a budget, and files after it."""
     peaks = {
         setting: cost(planner, MIN_TOKENS_TO_EVICT, setting)[0] for setting in CANDIDATES[task]
     }

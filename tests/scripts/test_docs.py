@@ -30,6 +30,7 @@ from mlx_snapkv.planning.auto import (
     EVICTING,
     KEEP_ALL,
     QUESTION,
+    SNAPKV,
     SPARSE_8BIT,
     SPARSE_IN_FILES,
 )
@@ -300,7 +301,8 @@ def test_pages_use_only_settings_of_the_table(page):
 
 def test_autos_candidates_are_in_the_order_of_the_docs():
     """The full cache comes first, followed by the settings for a question or for a conversation."""
-    assert CANDIDATES[QUESTION] == (KEEP_ALL, *EVICTING, SPARSE_IN_FILES)
+    last = *EVICTING[1:], SPARSE_IN_FILES
+    assert CANDIDATES[QUESTION] == (KEEP_ALL, SNAPKV, SPARSE_8BIT, *last)
     assert CANDIDATES[CONVERSATION] == (KEEP_ALL, SPARSE_8BIT, SPARSE_IN_FILES, *EVICTING)
     for given in (
         "chat --sparse budget=6.25% --store 8bit",
