@@ -314,6 +314,21 @@ def test_every_store_reads_the_prompt_alike(make, store, monkeypatch):
         assert (mx.abs(found - wanted).max() < 0.02).item()
 
 
+@pytest.mark.parametrize("when, reads_all", [("faster", True), ("always", False)])
+def test_the_first_tokens_of_an_answer_that_adapts_read_all_entries(when, reads_all, monkeypatch):
+    """Only the prompt's chunks chose. The model has one layer, so its entries equal the full cache's in any case."""
+    monkeypatch.setattr(request_plan, "LAST_TOKENS", 0)
+    model = make_llama(num_hidden_layers=1)
+    sparse = OPTIONS.replace("always", when)
+    options = {"max_tokens": 6, "sparse": sparse}
+    tokens, found = zip(*generate_step(LONG, model, **options), strict=True)
+    whole = mx.concatenate([LONG, mx.array(tokens[:-1])])
+    logits = model(whole[None], cache=make_prompt_cache(model))[0, -len(tokens) :]
+    wanted = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    is_same = [mx.allclose(a, b, atol=1e-4).item() for a, b in zip(found, wanted, strict=True)]
+    assert not is_same[0] and is_same[1] and all(is_same[1:]) == reads_all
+
+
 FOLLOW_UP = TOKENS[: CHUNK_SIZE + LAST_TOKENS]
 
 
