@@ -77,7 +77,7 @@ soak: $(VENV)/.installed-dev real-models ## eight agents' sessions on the server
 real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
 	$(RUN) scripts/make_real_models.py
 
-eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, bits, facts, reading, residual, associations, long-answers (a day on two cores, 10 GB)
+eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, bits, facts, reading, residual, associations, long-answers (about eight hours, 10 GB)
 	$(RUN) scripts/make_real_models.py --model $(LARGER)
 	$(RUN) scripts/make_ruler.py real-models/smollm2-135m-instruct real-models/ruler/smollm2-135m-instruct --length 2048 --length 4096
 	$(RUN) scripts/make_ruler.py real-models/$(LARGER) real-models/ruler/$(LARGER) --length 2048 --length 16384

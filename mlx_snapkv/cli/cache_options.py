@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..planning.auto import Recommendation
     from ..planning.settings import Setting
 
-# With 4 bits, the predictions of Qwen2.5-Coder are lost, and with 6 they are not (scripts/measure_bits.py).
-MAX_RISKY_BITS = 4
+# With 6 bits, the predictions of Qwen2.5-Coder are lost, and with 8 they are not (scripts/measure_bits.py).
+MAX_RISKY_BITS = 6
 
 PrefillStepSize = Annotated[
     int, Option(min=1, help="Maximum number of prompt tokens per chunk.", rich_help_panel=KV_CACHE)

@@ -155,7 +155,7 @@ def test_flags_that_leave_a_greedy_answer_as_it_is(call):
         ],
     ],
 )
-@pytest.mark.parametrize(("bits", "is_risky"), [("8", False), ("6", False), ("4", True)])
+@pytest.mark.parametrize(("bits", "is_risky"), [("8", False), ("6", True), ("2", True)])
 def test_a_note_says_that_few_bits_can_make_answers_useless(call, command, bits, is_risky):
     code, _, err = call(*command, "-m", "2", "--kv-bits", bits, "--kv-group-size", "32")
     assert code == 0
