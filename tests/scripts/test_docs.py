@@ -242,8 +242,10 @@ def readme_run(tmp_path_factory):
     printed = []
     # The first block has placeholders.
     for block in re.findall(r"^```\n(.*?)^```", readme, re.M | re.S)[1:]:
-        typed = "\n".join(re.findall(r"^> (.*)", block, re.M))
-        for line in re.findall(r"^(?!>|make |\. \.venv/bin/activate$).+", block, re.M):
+        typed = ""
+        if block.startswith("mlx-snapkv chat"):
+            block, _, typed = block.partition("\n")
+        for line in re.findall(r"^(?!make |\. \.venv/bin/activate$).+", block, re.M):
             source, _, words = re.fullmatch(r"(cat (\S+) \| )?mlx-snapkv (.*)", line).groups()
             given = (folder / source.split()[1]).read_text() if source else typed
             command = [sys.executable, "-m", "mlx_snapkv", *shlex.split(words)]
