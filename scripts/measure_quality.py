@@ -100,7 +100,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "essays-6000-smollm2": (_fidelity(SMOLLM2, "essays", FEW, 6000), 2),
     "code-16000-qwen": (_fidelity(QWEN, "code", FEW[:1], 16000), 1),
     "essays-16000-qwen": (_fidelity(QWEN, "essays", FEW[:1], 16000), 1),
-    "stores-qwen": (_fidelity(QWEN, "essays", (), sparse=STORES), 4),
+    "stores-qwen": (_fidelity(QWEN, "essays", (), sparse=STORES), 2),
     "stores-smollm2": (_fidelity(SMOLLM2, "essays", (), sparse=STORES), 4),
     "known-smollm2": (_fidelity(SMOLLM2, "essays", ANSWERED, setting="known"), 6),
     "later-smollm2": (_fidelity(SMOLLM2, "essays", FEW, setting="later"), 3),
