@@ -78,7 +78,6 @@ def batch(
     console = PromptConsole(files.quiet)
     setting = compression.setting_for_task(model_options.model, "batch", console.say, vars(cache))
     _require_policy_for_kv_bits(setting, cache.kv_bits)
-    console.say_all(cache.bits_notes())
     # Every answer records these settings, and a run that resumes the file must use the same ones.
     recorded_settings = {
         "policy": None if setting is None else str(setting),
@@ -90,6 +89,7 @@ def batch(
         answers = AnswersFile(path, model_options.model, recorded_settings)
         model, tokenizer = model_options.load()
         cache.require_supported(model)
+        console.say_all(cache.bits_notes())
         sampling.require_within_vocabulary(tokenizer)
         run = Run(
             model,

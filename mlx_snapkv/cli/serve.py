@@ -185,10 +185,8 @@ def serve(
 
     require_one_process(prefix_dir=prefixes.prefix_dir, pipeline=model_options.pipeline)
     settings = http.settings() if rank() == 0 else None  # only rank 0 listens
-    console = PromptConsole()
-    console.say_all(cache.bits_notes())
     setting = compression.setting_for_task(
-        model_options.model, "conversation", console.say, vars(cache)
+        model_options.model, "conversation", PromptConsole().say, vars(cache)
     )
     generation = {"policy": setting, **vars(cache)}
     loader = _Loader(
@@ -249,6 +247,7 @@ class _Loader:
 
         model, tokenizer = self.model_options.load()
         self.cache.require_supported(model)
+        PromptConsole().say_all(self.cache.bits_notes())
         self.sampling.require_within_vocabulary(tokenizer)
         compute_size = partial(
             prefix_cache_size,

@@ -56,8 +56,8 @@ def divergence(model, how, n):
 @pytest.mark.parametrize("name, larger, weights, entries, dtype, method, n", [
     ("llama", "bias", None, None, B16, "snapkv", 300), ("llama", "bias", None, 8, B16, "keydiff", 300),
     ("llama", 120, None, None, F16, "snapkv", 300), ("llama", 120, None, None, F16, "sparse", 900),
-    ("llama", 1, 4, 4, F16, "snapkv", 100), ("llama", 30, 8, 4, B16, "sparse", 100),
-    ("qwen3_next", 30, None, None, B16, "snapkv", 300), ("qwen3_next", 5, None, 4, F16, "sparse", 300),
+    ("llama", 1, 4, 4, F16, "snapkv", 100), ("llama", 30, 8, 8, B16, "sparse", 100),
+    ("qwen3_next", 30, None, None, B16, "snapkv", 300), ("qwen3_next", 5, None, 8, F16, "sparse", 300),
     ("qwen3_next", 30, 8, 8, F16, "keydiff", 100), ("qwen3_next", 1, 4, None, B16, "keydiff", 100),
     ("gemma3_text", 30, None, None, F16, "sparse", 300), ("gemma3_text", 30, 8, 8, F16, "snapkv", 100),
     ("gemma3_text", 5, 4, None, B16, "keydiff", 100), ("gemma3_text", 1, None, 8, B16, "sparse", 300),

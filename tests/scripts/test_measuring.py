@@ -31,7 +31,7 @@ ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values * layers * KV heads * head 
 
 def test_measure_facts_asks_for_one_fact_per_turn(demo_llama):
     ways = {(way.table, way.name, way.share): way for way in measure_facts.ways(1024)}
-    assert len(ways) == 1 + 4 + 2 + 6 + 4 * 4
+    assert len(ways) == 1 + 3 + 2 + 4 * 4
     full, dropped = ways["memories", "full cache", 16], ways["memories", "SnapKV", 16]
     found = [measure_facts.measure(*demo_llama, way, 1024, 1, 3) for way in (full, dropped)]
     assert [row["asked"] for row in found] == [3, 3] and found[0]["right"] == 3
