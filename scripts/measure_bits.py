@@ -27,7 +27,7 @@ from mlx_snapkv.measure.texts import Texts
 
 FOLLOWING = 64  # tokens after a text, after each of which predictions are compared
 GROUP_SIZE = 64  # mlx-lm's default
-KINDS = ("code", "essays")  # of texts
+KINDS = ("code", "essays")  # folders of texts
 
 
 def compare(

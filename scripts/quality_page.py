@@ -118,10 +118,7 @@ def page(result: dict[str, Any]) -> str:
 
 def _notes(parts: list[dict[str, Any]]) -> list[str]:
     """Return paragraphs about the kinds of parts and the models that the page shows."""
-    ruler_parts = [part for part in parts if part["task"] == "data"]
-    ruler = []
-    if any(_is_read_in_blocks(part) for part in ruler_parts):
-        ruler.append(BLOCK_RULER)
+    ruler = [BLOCK_RULER] if any(map(_is_read_in_blocks, parts)) else []
     model_names = {Path(part["model"]).name for part in parts}
     models = [sentence for name, sentence in MODELS.items() if name in model_names]
     if any(part["task"] == "suite" for part in parts):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..planning.auto import Recommendation
     from ..planning.settings import Setting
 
-# With 6 bits, the predictions of Qwen2.5-Coder are lost, and with 8 they are not (scripts/measure_bits.py).
+# Qwen2.5-Coder loses its predictions in 6 bits, and keeps them in 8 (scripts/measure_bits.py).
 MAX_RISKY_BITS = 6
 
 PrefillStepSize = Annotated[

@@ -34,7 +34,7 @@ class Need(NamedTuple):
     kept_bytes: int  # size of the entries after compression, not counting `extra_in_answer`
     cache_bytes_at_end: int  # size of all caches after the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    # With sparse attention, the size of the prompt's entries, index, clusters and page means in memory. Otherwise 0.
+    # Sparse attention: bytes of the prompt's entries, index, clusters and page means in memory. Other settings: 0.
     extra_in_answer: int = 0
     chunk_bytes: int = 0  # activations, scores and copied entries while a prompt chunk is read
     step_bytes: int = 0  # entries that are copied to decode one answer token
@@ -171,7 +171,7 @@ class Footprint:
         copied_bytes = sizes.widest_layer_bytes * n_visible
         # Layers that can't be compressed attend to the whole prompt.
         max_visible = n_prompt if sizes.incompressible_bytes else n_visible
-        # With a policy that evicts in blocks, chunks are never read in pieces, whatever the size of their scores.
+        # A policy that evicts in blocks never reads chunks in pieces, whatever the size of their scores.
         max_score_bytes = None if plan.config.evicts_in_blocks else scores_limit()
         layer_bytes = max(
             shape.chunk_bytes(chunk_size, max_visible, max_score_bytes, margin=MARGIN)

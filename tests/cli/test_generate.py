@@ -132,6 +132,7 @@ def test_generate_and_chat_have_all_flags_of_mlx_lm_and_the_same_flags():
 
 
 ASKED = [*"generate --model demo -q -m 6 -p".split(), "The access code of the amber falcon?"]
+LOUD = [word for word in ASKED if word != "-q"]
 
 
 def test_flags_that_leave_a_greedy_answer_as_it_is(call):
@@ -146,13 +147,8 @@ def test_flags_that_leave_a_greedy_answer_as_it_is(call):
 @pytest.mark.parametrize(
     "command",
     [
-        ASKED[:1] + [flag for flag in ASKED[1:] if flag != "-q"] + ["--quantized-kv-start", "0"],
-        [
-            *ASKED[:1],
-            *[flag for flag in ASKED[1:] if flag != "-q"],
-            "--snapkv",
-            "top_k=1,n_sink=1,n_window=1",
-        ],
+        [*LOUD, "--quantized-kv-start", "0"],
+        [*LOUD, "--snapkv", "top_k=1,n_sink=1,n_window=1"],
     ],
 )
 @pytest.mark.parametrize(("bits", "is_risky"), [("8", False), ("6", True), ("2", True)])
@@ -174,9 +170,8 @@ def test_flags_that_change_the_answer(call, demo_llama):
     bits = ["--kv-bits", "2", "--kv-group-size", "32", "-m", "30"]
     assert call(*ASKED, *bits, "--quantized-kv-start", "0") != call(*ASKED, *bits)
     note = "note: --kv-bits quantises a full cache only from 5,000 tokens on"
-    loud = [flag for flag in ASKED if flag != "-q"]
-    assert note in call(*loud, *bits)[2]
-    assert note in call(*loud, *bits, "--snapkv", "top_k=4096")[2]  # the prompt fits the budget
+    assert note in call(*LOUD, *bits)[2]
+    assert note in call(*LOUD, *bits, "--snapkv", "top_k=4096")[2]  # the prompt fits the budget
     _, _, said = call("chat", "--model", "demo", *bits[:4], stdin=b"")
     assert note in said
     bits = [*bits[:4], "--quantized-kv-start", "0"]
