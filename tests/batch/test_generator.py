@@ -112,7 +112,7 @@ def test_later_turns_continue_from_compressed_caches(tiny_model, policy):
     assert own[-1].offset == len(first)  # the caller's cache is unchanged
 
 
-@pytest.mark.parametrize("policy", [SMALL, Sparse(budget=40, n_window=16)])
+@pytest.mark.parametrize("policy", [SMALL, Sparse(budget=40, n_window=16, when="always")])
 def test_keys_may_depend_on_the_tensors_that_a_pipeline_sends(policy, monkeypatch):
     """After every call, mlx-lm's pipeline models add a dependency to the last cache's keys."""
     model, prompts = make_llama(), prompts_of(200, 150)
@@ -141,7 +141,7 @@ def test_unsupported_options_and_empty_prompts_are_refused_before_reading(tiny_m
 
 
 MODEL = make_llama()
-SPARSE = Sparse(n_sink=2, n_window=8, budget=24)
+SPARSE = Sparse(n_sink=2, n_window=8, budget=24, when="always")
 ANY_POLICIES = [
     SPARSE,
     "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=30%,lookahead=4",

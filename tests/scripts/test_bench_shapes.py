@@ -9,6 +9,8 @@ from mlx.utils import tree_flatten
 from model_configs import make_model
 from tiny_models import make_llama
 
+from mlx_snapkv.planning.speed_record import PATH_VARIABLE
+
 MIXTURE = {
     "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "moe_intermediate_size": 32, "norm_topk_prob": True, "vocab_size": 128,
@@ -25,6 +27,8 @@ def small(monkeypatch):
     monkeypatch.setattr(bench_shapes, "SHAPES", small)
     # On a CPU, MLX multiplies by experts in float32 only.
     monkeypatch.setattr(bench_shapes, "with_random_weights", lambda model: model)
+    # main() sets the record's path. Undo that after the test, or later tests would use the record.
+    monkeypatch.setenv(PATH_VARIABLE, "")
 
 
 def test_every_method_answers_every_prompt_twice(small, monkeypatch, capsys):

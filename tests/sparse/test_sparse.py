@@ -150,7 +150,7 @@ def test_copies_are_independent(index, few_recent):
 
 def test_a_batch_of_unequal_prompts_answers_as_single_requests(index, few_recent):
     prompts, limits = prompts_of(190, 120), [70, 60]
-    run = Run(make_llama(), Sparse(budget=40, n_sink=2, n_window=8))
+    run = Run(make_llama(), Sparse(budget=40, n_sink=2, n_window=8, when="always"))
     uids = run.insert(prompts, limits)
     run.finish()
     run.assert_alone(uids, prompts, limits)
