@@ -190,7 +190,7 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
         size = str(first_row["entries"] or "all"), format_bytes(first_row["kv_bytes"])
         figure_cells = [cells.get(setting, {}).get(figure, "") for setting, figure in columns]
         table_rows.append([f"`{method}`", *size, *figure_cells])
-    counts = f"{summary[0]['pieces']} pieces of {summary[0]['texts']} files."
+    counts = f"Pieces: {summary[0]['pieces']}. Files: {summary[0]['texts']}."
     return [counts, "", *table(header, table_rows)]
 
 

@@ -72,6 +72,7 @@ def plan(
     from ..planning.speed_record import Speed, speed_of
     from ..sparse.options import Sparse
     from .loading import load_without_weights
+    from .prompt_console import PromptConsole
 
     setting = policy.resolve()
     machine = this_machine() if options.memory is None else mac(options.memory)
@@ -97,6 +98,7 @@ def plan(
         speed=speed,
         break_even=break_even,
     )
+    PromptConsole().say_all(cache.bits_notes())
     contexts = [options.context] if options.context else plans.default_contexts()
     plans_by_length = [plans.for_context(context) for context in contexts]
     if options.as_json:

@@ -149,6 +149,7 @@ def test_flags_that_leave_a_greedy_answer_as_it_is(call):
     [
         [*LOUD, "--quantized-kv-start", "0"],
         [*LOUD, "--snapkv", "top_k=1,n_sink=1,n_window=1"],
+        ["plan", "--model", "demo", "--context", "8k"],
     ],
 )
 @pytest.mark.parametrize(("bits", "is_risky"), [("8", False), ("6", True), ("2", True)])

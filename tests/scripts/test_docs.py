@@ -66,7 +66,7 @@ def test_the_page_of_quality_says_what_was_not_scored():
     own |= {"tokens": 60, "judged": 0, "same": None, "kl": None, "entries": 90, "kv_bytes": 500}
     part = {"summary": [full, own | {"setting": "text", "kl": full["kl"], "same": 0.5}, own]}
     about, *_, row = quality_page._fidelity(part)
-    assert about == "2 pieces of 2 files."
+    assert about == "Pieces: 2. Files: 2."
     assert row.endswith("| 0.000 | 0.500 | not scored |  | 0.00 |")
     assert quality_page._fidelity(part)[4].startswith("| `full` | 900 | 5 kB |  |  | 0.000 |")
 
