@@ -84,7 +84,7 @@ def kept() -> list[str]:
         f"We wrote {len(facts())} such facts, and asked {n_asked} questions about {n_facts} of them. The full cache "
         f"answered {n_found} correctly. Sparse attention with 1/16 of the entries also answered "
         f"{sum(row['kept'] for row in sixteenth)} of these {n_found} correctly. The table has this number for every "
-        'method ("3 of 4" if a method was asked fewer questions). SnapKV and KeyDiff keep 1/8 of the entries.'
+        "method. SnapKV and KeyDiff keep 1/8 of the entries."
     )
     table_rows = []
     for full_row in full_rows:

@@ -93,8 +93,8 @@ def written_by(result: dict[str, Any]) -> str:
 
 
 def measured(result: dict[str, Any]) -> list[str]:
-    """Return the lines above a table: how it was measured, and notes."""
-    return [written_by(result), *result.get("notes", []), ""]
+    """Return the lines above a table: how it was measured."""
+    return [written_by(result), ""]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
