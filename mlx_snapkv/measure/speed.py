@@ -21,6 +21,7 @@ from .reading import lookahead_of
 from .tables import Table
 
 N_WARM_UP = 3  # unmeasured steps at the start
+N_IN_TURN = 5  # measured steps of a cache before the next cache's turn
 N_ANSWER = 8  # tokens decoded after each prompt, not counting a policy's lookahead
 
 Row = dict[str, Any]
@@ -101,8 +102,7 @@ def _can_decode(model, cache: list[Any]) -> bool:
     try:
         with observing_queries(model, cache):
             for _ in range(N_WARM_UP):
-                mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
-                _trim_token(cache)
+                _step_seconds(model, cache)
     except (ValueError, AttributeError):
         return False
     return True
@@ -111,20 +111,28 @@ def _can_decode(model, cache: list[Any]) -> bool:
 def time_steps_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
     """Decode `steps` tokens from each prompt cache, and return each cache's step times in seconds.
 
-    The caches take turns, and each round starts with a different cache.
+    The caches take turns of several steps, and each round starts with a different cache. A turn's first step is not
+    measured: the processor's own caches still hold another contender's entries then, as they never do in an answer.
     """
-    token = mx.zeros((1, 1), mx.int32)
     step_seconds: list[list[float]] = [[] for _ in caches]
     turns = deque(zip(caches, step_seconds))
-    for _ in range(steps):
+    for n_done in range(0, steps, N_IN_TURN):
+        n_measured = min(N_IN_TURN, steps - n_done)
         for cache, seconds in turns:
             with observing_queries(model, cache):
-                started = time.perf_counter()
-                mx.eval(model(token, cache=cache))
-                seconds.append(time.perf_counter() - started)
-            _trim_token(cache)
+                _, *measured = [_step_seconds(model, cache) for _ in range(1 + n_measured)]
+            seconds += measured
         turns.rotate(-1)
     return step_seconds
+
+
+def _step_seconds(model, cache: list[Any]) -> float:
+    """Decode one token, and return the time it took."""
+    started = time.perf_counter()
+    mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
+    seconds = time.perf_counter() - started
+    _trim_token(cache)
+    return seconds
 
 
 def _trim_token(cache: list[Any]) -> None:
@@ -217,11 +225,11 @@ def speed_table(rows: list[Row]) -> Table:
     """Format the rows of `measure_speed` as a table."""
     table = Table(
         "Decoding and prefill by context length",
-        "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
-        'for speed. Ratios are to the full cache. "Read": seconds from a random prompt to the first token, including '
-        "selection, and the peak memory of that. Sparse attention chooses entries in every decoding step, and with "
-        "`read=sparse` in prompt chunks, too. In rows with tokens/s, its KV memory includes the index and the means, "
-        "and counts the entries that a step reads twice.",
+        f"Decoding: the median step. The caches take turns of at most {N_IN_TURN} measured steps. They hold random "
+        'entries, since only shapes matter for speed. Ratios are to the full cache. "Read": seconds from a random '
+        "prompt to the first token, including selection, and the peak memory of that. Sparse attention chooses entries "
+        "in every decoding step, and with `read=sparse` in prompt chunks, too. In rows with tokens/s, its KV memory "
+        "includes the index and the means, and counts the entries that a step reads twice.",
         ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
     )
     full_rows = {row["context"]: row for row in rows if row["contender"] == FULL_CACHE}

@@ -7,7 +7,13 @@ from model_configs import make_model
 from mlx_snapkv import SnapKVCache, Sparse
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.measure.contenders import contenders, decoding_cache
-from mlx_snapkv.measure.speed import measure_decoding, measure_speed, speed_table
+from mlx_snapkv.measure.speed import (
+    N_IN_TURN,
+    measure_decoding,
+    measure_speed,
+    speed_table,
+    time_steps_in_turn,
+)
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.cache import SparseKVCache
 from mlx_snapkv.sparse.clusters import CLUSTER_SIZE
@@ -58,6 +64,22 @@ def test_a_cache_that_mlx_lm_cannot_decode_from_is_not_measured():
     # Quantised entries don't take attention sinks.
     ours = [str(SIXTEENTH), str(SPARSE)]
     assert names(c for c, _ in found) == ["full cache", "--max-kv-size 64", *ours]
+
+
+def test_a_turn_has_one_unmeasured_step(model):
+    read = []
+
+    def counting(token, cache):
+        read.append(cache)
+        return model(token, cache=cache)
+
+    caches = [make_prompt_cache(model), make_prompt_cache(model)]
+    times = time_steps_in_turn(counting, caches, N_IN_TURN + 2)
+    assert [len(seconds) for seconds in times] == [N_IN_TURN + 2] * 2
+    first, second = caches
+    turns = [(first, N_IN_TURN), (second, N_IN_TURN), (second, 2), (first, 2)]
+    assert [id(cache) for cache in read] == [id(c) for c, n in turns for _ in range(1 + n)]
+    assert all(layer_cache.offset == 0 for cache in caches for layer_cache in cache)
 
 
 @pytest.fixture(scope="module")
