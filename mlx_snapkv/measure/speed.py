@@ -225,11 +225,11 @@ def speed_table(rows: list[Row]) -> Table:
     """Format the rows of `measure_speed` as a table."""
     table = Table(
         "Decoding and prefill by context length",
-        f"Decoding: the median step. The caches take turns of at most {N_IN_TURN} measured steps. They hold random "
-        'entries, since only shapes matter for speed. Ratios are to the full cache. "Read": seconds from a random '
-        "prompt to the first token, including selection, and the peak memory of that. Sparse attention chooses entries "
-        "in every decoding step, and with `read=sparse` in prompt chunks, too. In rows with tokens/s, its KV memory "
-        "includes the index and the means, and counts the entries that a step reads twice.",
+        "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
+        'for speed. Ratios are to the full cache. "Read": seconds from a random prompt to the first token, including '
+        "selection, and the peak memory of that. Sparse attention chooses entries in every decoding step, and with "
+        "`read=sparse` in prompt chunks, too. In rows with tokens/s, its KV memory includes the index and the means, "
+        "and counts the entries that a step reads twice.",
         ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
     )
     full_rows = {row["context"]: row for row in rows if row["contender"] == FULL_CACHE}
