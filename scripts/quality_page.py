@@ -30,15 +30,17 @@ tokens whose most likely token is the same. There are three settings:
 - *Text*: the 64 tokens after the piece are scored.
 - *Answer, question known*: a question ends the prompt, and the full cache's own answer is scored, from the first token
   that is decoded after the compression. *Scored* is the share of the answer's tokens that were scored. Two tokens come
-  before them, or a `lookahead` and one more.
+  before them, or with a lookahead `lookahead + 1`.
 - *Answer, question later*: the piece is compressed before the question, and the full cache's own answer is scored.
 
 **Sparse attention** is measured with `when=always`. Prompts are [read in full](sparse.md#how-a-prompt-is-read), unless
-the setting contains `read=sparse`, so tables measure decoding only. Up to 8,192 tokens, a token ranks entries by exact
+the setting contains `read=sparse`. With `store=file`, the texts are too short for a chunk to choose. So the other
+tables measure decoding only. Up to 8,192 tokens, a token ranks entries by exact
 attention. Only longer prompts use the [index](sparse.md#what-an-answer-reads), so only their figures measure it, and
 those of [the residual](sparse.md#the-residual).
 
-*Entries* are those that a policy keeps, or that a token reads with sparse attention. *KV memory* of sparse attention
+*Entries* are those that a policy keeps, or that a token reads with sparse attention; for RULER, the maximum over the
+tasks. *KV memory* of sparse attention
 is all entries in memory, plus what one token reads (entries, means and, above 8,192 tokens, the index). So it is larger
 than the full cache's, unless the entries are in 8 bits or in files.
 

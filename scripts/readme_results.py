@@ -52,14 +52,15 @@ def results() -> list[str]:
         "",
         *table(("model", "asked", "full cache", *COMPARED), [*_scores(), _conversation()]),
         "",
-        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after a text, with 95% intervals from "
-        f"{LEAST_TEXTS} texts on. StreamingLLM keeps the first and the last entries, whatever the text says.",
+        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after a text, with 95% intervals for "
+        f"at least {LEAST_TEXTS} texts. StreamingLLM keeps the first and the last entries, whatever the text says.",
         "",
         *table(("model", "texts", *COMPARED), _predictions()),
         "",
         "**Memory besides the weights**, by arithmetic, for an 8B model (32 layers, 8 KV heads of 128, bfloat16) on a "
-        "Mac: the peak while the prompt is read, and what its answer is decoded from. `mlx-snapkv plan --model MODEL` "
-        "prints such figures, with the weights. Real models were measured with at most 16,384 tokens.",
+        "Mac: the peak while the prompt is read, and the entries from which the answer is decoded. `mlx-snapkv plan "
+        "--model MODEL` prints them as *reading*, weights included, and *KV cache*. Real models were measured with at "
+        "most 16,384 tokens.",
         "",
         *table(("setting", *_memory_headings()), _memory()),
     ]
@@ -148,7 +149,7 @@ def _is_shown(by_method: dict[str, Any]) -> bool:
 
 
 def _score_text(row: dict[str, Any]) -> str:
-    return f"{100 * row['score']:.0f}"
+    return f"{100 * row['score']:.3g}"
 
 
 def _conversation() -> tuple[str, ...]:
@@ -178,7 +179,7 @@ def _memory_headings() -> Iterator[str]:
     """Yield the headings of the columns of `_memory`."""
     for context in PLANNED_CONTEXTS:
         yield f"reading {context:,} tokens"
-        yield "answering"
+        yield "entries kept"
 
 
 def _memory() -> list[tuple[str, ...]]:

@@ -21,8 +21,8 @@ def losses() -> list[str]:
             f"`{loss['task']}` ({loss['asked']})",
             f"`{loss['method']}`",
             loss["entries"],
-            f"{100 * loss['full cache']:.0f}",
-            f"{100 * loss['with policy']:.0f}",
+            f"{100 * loss['full cache']:.3g}",
+            f"{100 * loss['with policy']:.3g}",
         )
         for loss in worst_losses
     ]

@@ -19,8 +19,8 @@ NAME = "mlx-snapkv"
 COMMANDS = """# The commands
 
 Look up here every flag of every command. `python scripts/write_docs.py` generates this page from the command line
-itself; `mlx-snapkv COMMAND --help` prints the same texts. An error is one line on stderr. The exit code is 2, or 1 if
-the disk is full.
+itself; `mlx-snapkv COMMAND --help` prints the same texts. An error is one line on stderr. The exit code is 2.
+It is 1 if the system fails (such as a full disk) or requests of a batch fail, and 130 after Ctrl-C.
 """
 
 MODELS = """# Model types

@@ -21,8 +21,7 @@ class KeyDiff(Policy):
             are normalised first.
         similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are (section 4.3).
 
-    Differences from the paper: by default, a sink is kept, and half of the budget goes to a recent window. Without
-    them, predictions diverge further from the full cache's.
+    Differences from the paper: by default, a sink is kept, and half of the budget goes to a recent window.
     """
 
     name = "keydiff"
