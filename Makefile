@@ -88,7 +88,7 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/measure_sparse.py
 	$(RUN) scripts/measure_residual.py
 	$(RUN) scripts/measure_residual.py --models real-models/$(LARGER) --text real-models/code --documents 1 --lengths 1400 6000 --out docs/residual-code
-	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 2 --variants one several contradicting
+	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 6 --variants one several contradicting
 	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 1 --variants late
 	$(RUN) scripts/measure_associations.py --lengths 8192 --texts 4 --variants several --methods sparse:budget=6.25% sparse:budget=3.125%
 	$(RUN) scripts/measure_associations.py --lengths 16384 --texts 1 --variants several \

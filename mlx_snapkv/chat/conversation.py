@@ -202,7 +202,8 @@ class Conversation:
         shared_tokens = self.read[:n_shared]
         earlier_cache = self.prompt_cache
         self._empty_cache()  # the earlier cache is put back below if it can be trimmed
-        may_trim = n_shared > 0 and not is_compressed(earlier_cache)
+        counts_tokens = n_tokens(earlier_cache) > 0  # a model with only linear states does not
+        may_trim = n_shared > 0 and counts_tokens and not is_compressed(earlier_cache)
         if may_trim and trim_to(n_shared, earlier_cache):
             self.read = shared_tokens
             self.prompt_cache = earlier_cache

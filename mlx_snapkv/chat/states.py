@@ -67,7 +67,8 @@ def load_saved(
     Raises: SnapKVError: the file can't be read, contains neither a conversation nor a text, or can't be used with
         `policy`.
     """
-    prompt = saved.load(path, model)
+    store_dir = policy.store_dir if isinstance(policy, Sparse) else None
+    prompt = saved.load(path, model, store_dir=store_dir)
     notes = _notes_of(prompt, path)
     setting = _resumed_setting(path, prompt, policy)
     caches = list(prompt.prompt_cache)

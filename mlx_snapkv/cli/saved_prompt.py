@@ -59,7 +59,7 @@ class SavedPrompt:
         requested_setting = compression.resolve()
         self._file = file
         self._model = model
-        self._saved = saved.load(file, model)
+        self._saved = saved.load(file, model, store_dir=compression.store_dir)
         self._compression = compression
         self._caches = self._saved.prompt_cache
         if self._saved.is_from_mlx_lm:
@@ -232,7 +232,7 @@ class SavedPrompt:
     def _compress(
         self, model, compress: Compress, quantization: Quantization | None
     ) -> CompressionReport:
-        """Compress the saved full cache and return a report. Prompts shorter than `min_ctx` are not compressed.
+        """Compress the saved full cache and return a report.
 
         Raises: SnapKVError: a policy needs queries, which are not saved.
         """
@@ -242,8 +242,4 @@ class SavedPrompt:
                     f"{self._compression.flag}: {policy.name} needs queries, and a saved full cache holds none: "
                     "give --sparse, with which every token chooses among the saved entries"
                 )
-        min_ctx = compress.policy.min_ctx
-        if self.n_tokens < min_ctx:
-            reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={min_ctx}"
-            return CompressionReport(str(compress), self.n_tokens, reason)
         return compress_prompt_cache(model, self._caches, compress, quantization=quantization)

@@ -23,6 +23,7 @@ from .process import raise_on_interrupt
 from .prompt_console import PromptConsole
 
 if TYPE_CHECKING:
+    from ..planning.config import CompressionConfig
     from ..planning.prefixes import PrefixCacheSize
     from ..server.access import Settings
     from ..server.engine import Engine
@@ -128,11 +129,14 @@ class PrefixOptions:
         ),
     ] = DEFAULT_PREFIX_DIR_SIZE
 
-    def files(self, identity: dict[str, str], model, tokenizer) -> PrefixFiles | None:
+    def files(
+        self, identity: dict[str, str], store_dir: str | None, model, tokenizer
+    ) -> PrefixFiles | None:
         """Return the prefix cache's files for this model and these settings, or None without --prefix-dir.
 
         Args:
             identity: settings that entries depend on; see `CompressionConfig.identity`.
+            store_dir: folder for the temporary files of loaded prefixes; see `Sparse`.
             model: the served model.
             tokenizer: the model's tokenizer.
         """
@@ -142,7 +146,7 @@ class PrefixOptions:
             return None
         folder = path_of(self.prefix_dir, "--prefix-dir")
         identity = identity | {"tokenizer": tokenizer_digest(tokenizer)}
-        return PrefixFiles(folder, self.prefix_dir_bytes, model, identity)
+        return PrefixFiles(folder, self.prefix_dir_bytes, model, identity, store_dir)
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ def serve(
         limits=limits,
         prefixes=prefixes,
         options=generation,
-        identity=CompressionConfig.from_keywords(generation)[0].identity,
+        config=CompressionConfig.from_keywords(generation)[0],
     )
     # Call this before another thread loads the model, because only the main thread can set signal handlers.
     raise_on_interrupt()
@@ -223,7 +227,7 @@ class _Loader:
     Attributes:
         names: model names that clients may use.
         options: `generate_step` keywords for every request.
-        identity: settings that entries depend on; see `CompressionConfig.identity`.
+        config: the same settings as `options`.
         cache_size: size limit of the prefix cache, the same on all ranks. None before the model is loaded.
     """
 
@@ -234,7 +238,7 @@ class _Loader:
     limits: LimitOptions
     prefixes: PrefixOptions
     options: dict[str, Any]
-    identity: dict[str, str]
+    config: CompressionConfig
     cache_size: PrefixCacheSize | None = None
 
     def load(self) -> Loaded:
@@ -259,7 +263,8 @@ class _Loader:
             max_context=self.limits.max_context,
         )
         self.cache_size = from_first_rank(compute_size)
-        files = self.prefixes.files(self.identity, model, tokenizer)
+        config = self.config
+        files = self.prefixes.files(config.identity, config.store_dir, model, tokenizer)
         return Loaded(model, tokenizer, self.names, PrefixCache(self.cache_size.limit, files))
 
 

@@ -51,8 +51,8 @@ class BlockKVCache(EvictingCache):
     Attributes:
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
             more than `block` of them, the cache exceeds its capacity.
-        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. To save memory, the first
-            buffers have no more rows than this, unless the first update has more tokens.
+        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. The first buffers have rows
+            for all of them, but never more than `capacity`, unless the first update has more tokens.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
@@ -295,12 +295,11 @@ class BlockKVCache(EvictingCache):
         Args:
             n_allocated: number of rows in the current buffers, or 0 if there are no buffers.
         """
-        is_unlimited = self.quota.entries >= UNLIMITED
-        n_rows = rows_to_allocate(self._n_entries) if is_unlimited else self.capacity
+        n_rows = rows_to_allocate(self._n_entries)
         are_first_buffers = n_allocated == 0
-        if are_first_buffers and self.expected_size:
-            n_rows = min(n_rows, self.expected_size)
-        return max(self._n_entries, n_rows)
+        if are_first_buffers:
+            n_rows = max(n_rows, self.expected_size)
+        return max(self._n_entries, min(n_rows, self.capacity))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask for the next `N` tokens: None, "causal", or a bool array `(N, n + N)`.

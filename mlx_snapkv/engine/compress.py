@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -271,7 +271,12 @@ def put_compressed_cache(
     prompt_entries.release()
     if on_kept is not None:
         on_kept(layer, kept_entries.positions, choice.kept_votes)
-    decode_cache = make_decode_cache(layer, kept_entries, plan.n_prompt, policy, plan.decode_quota)
+    quota = plan.decode_quota
+    is_later_turn = plan.n_earlier > 0
+    if is_later_turn and policy.keeps_shape:
+        n_newest = _n_newest(kept_entries.positions, plan.n_prompt)
+        quota = replace(quota, n_window=min(quota.n_window, n_newest))
+    decode_cache = make_decode_cache(layer, kept_entries, plan.n_prompt, policy, quota)
     del prompt_entries, kept_entries
     evicts_with_queries = policy.schedule == "block" and policy.observes
     query_source = prefill_cache if evicts_with_queries else None
@@ -284,6 +289,22 @@ def put_compressed_cache(
         decode_cache.inherit_queries(query_source)
     mx.async_eval(decode_cache.state)
     layer.put(caches, decode_cache)
+
+
+def _n_newest(positions: mx.array, n_prompt: int) -> int:
+    """Return how many of a prompt's last tokens have entries, without a gap.
+
+    An earlier turn may have evicted entries that belong to this turn's larger window.
+
+    Args:
+        positions: positions of the entries in ascending order, `(B, n_kv_heads, n)`.
+        n_prompt: number of tokens read, including earlier turns.
+    """
+    n = positions.shape[-1]
+    is_kept = mx.all(positions == mx.arange(n_prompt - n, n_prompt), axis=(0, 1))
+    # Going backwards, the product stays 1 until the first gap.
+    n_newest: Any = mx.cumprod(is_kept[::-1].astype(mx.int32)).sum().item()
+    return n_newest
 
 
 def _quantized(entries: Entries, plan: Plan) -> Entries:

@@ -154,6 +154,7 @@ def _adaptive_answer(
         with request.recording():
             for n_tokens, item in enumerate(timed_items, 1):
                 request.record_prefill_time()
+                item = _without_pause(item, pause_seconds)  # it arrived before any switch below
                 if pace.switches_after(timed_items.latest_seconds):
                     switch_seconds = _switch_attention(request, pace.reads_all, n_tokens, on_report)
                     pause_seconds += switch_seconds
@@ -163,7 +164,7 @@ def _adaptive_answer(
                         )
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)
-                yield _without_pause(item, pause_seconds)
+                yield item
     except GeneratorExit:  # the caller abandoned the answer
         _end_adaptive_answer(request, [*pace.measurements, *setup_measurements], on_report)
         raise

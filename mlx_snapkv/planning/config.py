@@ -143,6 +143,11 @@ class CompressionConfig:
         return None if self.sparse is None else self.sparse.store
 
     @property
+    def store_dir(self) -> str | None:
+        """Return the folder for the store's files, or None for TMPDIR."""
+        return None if self.sparse is None else self.sparse.store_dir
+
+    @property
     def evicts_in_blocks(self) -> bool:
         """Return whether entries are evicted during prefill."""
         return self.compress is not None and self.compress.evicts_in_blocks

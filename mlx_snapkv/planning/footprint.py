@@ -291,7 +291,8 @@ def _n_rows_at_end(n_kept: int, plan: Plan, max_tokens: int) -> int:
     """
     if plan.keeps_shape:
         return n_kept
-    n_new = max_tokens
+    n_entries = n_kept + max_tokens
     if plan.compress is not None and not plan.compress.decode_policy.grows:
-        n_new = min(max_tokens, plan.decode_policy.block)  # the cache evicts after each block
-    return rows_to_allocate(n_kept + n_new)
+        # The cache evicts once it has a block more than its budget.
+        n_entries = min(n_entries, plan.decode_quota.entries + plan.decode_policy.block)
+    return rows_to_allocate(n_entries)

@@ -81,12 +81,9 @@ def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
 
 def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str | None:
     """Return why a policy does not compress a prompt, or None if it does."""
-    min_ctx = compress.policy.min_ctx
-    if n_prompt < min_ctx:
-        return (
-            f"the prompt's {n_prompt} tokens are below min_ctx={min_ctx}; "
-            "set min_ctx=0 to force compression"
-        )
+    too_short = too_short_reason(compress, n_prompt)
+    if too_short is not None:
+        return too_short
     if any(isinstance(policy.budget, str) for policy in compress.policies):
         budget_problem = _budget_problem(compress.prefill_quota, n_prompt)
         if budget_problem is not None:
@@ -99,6 +96,14 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
     if evicts_during_answer and not answer_fits:
         return None
     return uncompressed_reason(n_prompt, compress.policy)
+
+
+def too_short_reason(compress: Compress, n_prompt: int) -> str | None:
+    """Explain why a prompt is too short to be compressed, or return None if it is long enough."""
+    min_ctx = max(policy.min_ctx for policy in compress.policies)
+    if n_prompt >= min_ctx:
+        return None
+    return f"the prompt's {n_prompt} tokens are below min_ctx={min_ctx}; set min_ctx=0 to force compression"
 
 
 def _budget_problem(compute_quota: Callable[[int], Quota], n_prompt: int) -> str | None:

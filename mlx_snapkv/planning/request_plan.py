@@ -40,6 +40,7 @@ from .prompt_plan import (
     policy_chunk_size,
     policy_voters,
     reason_to_leave,
+    too_short_reason,
     uncompressed_reason,
 )
 
@@ -251,9 +252,13 @@ def plan_request(
 
 def plan_compression(config: CompressionConfig, n_prompt: int) -> Plan:
     """Plan the compression of caches that mlx-lm has filled with `n_prompt` tokens."""
-    policy = config.compress.decode_policy  # type: ignore[union-attr]  # callers pass a policy
+    compress = config.compress
+    assert compress is not None
+    policy = compress.decode_policy
     quota = policy.quota(n_prompt)
-    reason = uncompressed_reason(n_prompt, policy) if n_prompt <= quota.entries else None
+    reason = too_short_reason(compress, n_prompt)
+    if reason is None and n_prompt <= quota.entries:
+        reason = uncompressed_reason(n_prompt, policy)
     return Plan(n_prompt=n_prompt, config=config, reason=reason, decode_quota=quota)
 
 

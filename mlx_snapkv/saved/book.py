@@ -141,13 +141,16 @@ def _last_written(path: Path) -> float:
     return max(file_or_folder.stat().st_mtime for file_or_folder in paths)
 
 
-def open_book(path: Path, metadata_json: str, prompt_cache: list) -> None:
+def open_book(
+    path: Path, metadata_json: str, prompt_cache: list, store_dir: str | None = None
+) -> None:
     """Connect a book's caches to its entry files.
 
     Args:
         path: the book's file.
         metadata_json: JSON metadata stored under `BOOK_KEY`.
         prompt_cache: the caches from the book's file, which are updated in place.
+        store_dir: folder for temporary files; see `Sparse`.
 
     Raises: SnapKVError: the folder or a file is missing, a file is damaged, or a cache has the wrong number of tokens.
     """
@@ -170,11 +173,15 @@ def open_book(path: Path, metadata_json: str, prompt_cache: list) -> None:
             )
         keys_file, values_file, *codes_files = saved_files
         cache.store = FileStore(
-            files=[keys_file, values_file], n_entries=n_entries, first_entry=cache.store.first_entry
+            files=[keys_file, values_file],
+            n_entries=n_entries,
+            first_entry=cache.store.first_entry,
+            folder=store_dir,
         )
         if codes_files and cache.index is not None:
             (codes_file,) = codes_files
-            cache.index.fill(codes_file.read(*span) for span in spans(0, n_codes))
+            code_blocks = (codes_file.read(*span) for span in spans(0, n_codes))
+            cache.index.fill(code_blocks, cache.store.make_spill)
         if cache.offset != n_entries:
             raise SnapKVError(f"its layers should hold {n_entries} tokens")
 

@@ -116,7 +116,13 @@ def save(
         raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
 
 
-def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> SavedPrompt:
+def load(
+    path: str | Path,
+    model,
+    *,
+    model_fingerprint: str | None = None,
+    store_dir: str | None = None,
+) -> SavedPrompt:
     """Load a prompt cache that was saved by `save` or by mlx-lm's `save_prompt_cache`.
 
     If the file is a book, the keys and values in its entry files are not loaded here. They are read and verified when
@@ -126,6 +132,7 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
         path: a `.safetensors` file.
         model: the model that filled the cache.
         model_fingerprint: the model's `fingerprint`, if it is already known.
+        store_dir: folder for a book's temporary files, TMPDIR by default. A book of more than 65,536 tokens has some.
 
     Raises: SnapKVError: the file does not exist, is damaged, is not a saved prompt cache, has a different format
         version or is for another model, or several Macs share the model.
@@ -146,7 +153,7 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
         notes, tokens = notes_and_tokens(metadata)
     try:
         if is_ours and book.BOOK_KEY in metadata:
-            book.open_book(path, metadata[book.BOOK_KEY], prompt_cache)
+            book.open_book(path, metadata[book.BOOK_KEY], prompt_cache, store_dir)
         elif caches_in_files(prompt_cache):
             raise SnapKVError("it does not say where its entries are")
         require_match(prompt_cache, model)

@@ -47,6 +47,7 @@ class PrefixFiles:
         model: the served model.
         setting: everything that entries depend on besides the model, such as the policy, the quantisation and the
             tokenizer. Files that were written for another model or setting are ignored.
+        store_dir: folder for the temporary files of loaded prefixes; see `Sparse`.
 
     Attributes:
         prefixes: the usable prefixes, without their caches.
@@ -54,11 +55,19 @@ class PrefixFiles:
     Raises: SnapKVError: the folder can't be created or read.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, model: Any, setting: dict[str, str]):
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        model: Any,
+        setting: dict[str, str],
+        store_dir: str | None = None,
+    ):
         """Create the folder, find its prefixes, and remove the unfinished files of servers that were killed."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._model = model
+        self._store_dir = store_dir
         self._fingerprint = fingerprint(model)
         self._setting = {**setting, "model": self._fingerprint}
         self.prefixes: list[Prefix] = []
@@ -93,7 +102,12 @@ class PrefixFiles:
         """
         path = prefix.path
         try:
-            prompt = saved.load(path, self._model, model_fingerprint=self._fingerprint)
+            prompt = saved.load(
+                path,
+                self._model,
+                model_fingerprint=self._fingerprint,
+                store_dir=self._store_dir,
+            )
             has_same_tokens = prompt.tokens == prefix.ids.tolist()
             has_same_setting = prompt.notes.get("setting") == self._setting
             if not (has_same_tokens and has_same_setting):

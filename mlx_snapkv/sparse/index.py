@@ -109,7 +109,7 @@ class KeyIndex:
         return [self._mean, self._key_projection, self.query_projection]
 
     @classmethod
-    def from_state(cls, state: Any, keys: mx.array, make_spill: MakeSpill) -> KeyIndex | None:
+    def from_state(cls, state: Any, keys: mx.array) -> KeyIndex | None:
         """Recreate a saved index without its codes, which `fill` adds.
 
         Return None if the state is damaged, or does not fit the shape of `keys`.
@@ -126,12 +126,13 @@ class KeyIndex:
         index = cls.__new__(cls)
         index._mean = mean
         index._key_projection, index.query_projection = key_projection, query_projection
-        index.codes = GrowingRows(empty_codes(keys), make_spill=make_spill)
+        index.codes = GrowingRows(empty_codes(keys))
         index.n_keys_at_sampling = 0  # set by `fill`
         return index
 
-    def fill(self, code_blocks: Iterable[Stored]) -> None:
-        """Add the codes of a saved index."""
+    def fill(self, code_blocks: Iterable[Stored], make_spill: MakeSpill) -> None:
+        """Add the codes of a saved index. See `GrowingRows` for `make_spill`."""
+        self.codes = GrowingRows(self.codes.between(0, 0), make_spill=make_spill)
         for codes in code_blocks:
             self.codes.append(codes)
         self.n_keys_at_sampling = len(self)

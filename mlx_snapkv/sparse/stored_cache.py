@@ -13,11 +13,10 @@ from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 from ..caches.adapter import full_cache
 from ..caches.contract import LayerCache, keys_property, loadable
 from ..entries.entries import Entries
-from ..entries.quantization import concatenate_rows, count_bytes
+from ..entries.quantization import concatenate_rows, count_bytes, count_rows
 from ..entries.queries import Recorder
 from ..errors import Missing
 from .clusters import CompleteBlocks
-from .entry_file import SpillFile
 from .index import KeyIndex
 from .options import PAGE_SIZE
 from .page_means import PageMeans
@@ -74,8 +73,8 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def observe(self, first: int, last: int, capacity: int) -> None:
         """Prepare for a prompt: drop recorded queries, and record new ones at positions `[first, last)`.
 
-        Rows for all positions before `capacity` will be allocated at once, so that prefill never reallocates the
-        buffers.
+        The next append allocates rows for all positions before `capacity`, so that prefill never reallocates the
+        buffers. Later appends allocate as few as mlx-lm's cache does.
         """
         self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)
@@ -102,13 +101,20 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             # This also evaluates the previous layer's attention, so that the previous layer's entries can be freed
             # before this layer's entries are read.
             mx.eval(keys, values)
-        self.growing.update_and_fetch(keys, values)
+        self._append_to_growing(keys, values)
         return self.keys_and_values()
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Append keys and values, after moving earlier entries from `growing` to the store."""
         self.offload()
+        self._append_to_growing(keys, values)
+
+    def _append_to_growing(self, keys: mx.array, values: mx.array) -> None:
+        """Append keys and values to `growing`. After the first reallocation, allocate in mlx-lm's steps again."""
+        n_rows_before = count_rows(self.growing.keys) if self.growing.keys is not None else 0
         self.growing.update_and_fetch(keys, values)
+        if count_rows(self.growing.keys) > n_rows_before:
+            self.growing.step = KVCache.step
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the keys and values of all entries. Keys are evaluated before values to save memory."""
@@ -142,8 +148,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         """Append keys and values of tokens that were computed with sparse attention."""
         if self.sparse_from is None:
             self.sparse_from = self.offset
-        self.growing.step = KVCache.step
-        self.growing.update_and_fetch(keys, values)
+        self._append_to_growing(keys, values)
 
     def offload(self) -> None:
         """Move all entries to the store.
@@ -282,4 +287,4 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         self.__init__(store=store)  # type: ignore[misc]
         self.index = None
         if index_state is not None:
-            self.index = KeyIndex.from_state(index_state, first_key, SpillFile)
+            self.index = KeyIndex.from_state(index_state, first_key)

@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 from chat_helpers import SMALL, STORES, all_right, ask, begun, is_answered
 from entry_helpers import count_indexes, exact_up_to
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import load_tokenizer
-from model_configs import make_model
+from model_configs import REFUSED_CONFIGS, make_model
 from request_helpers import is_quantised
 
 from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError, Sparse
@@ -31,6 +31,7 @@ from mlx_snapkv.sparse.prompt_caches import caches_to_save, make_caches
 
 SPARSE = Sparse(budget=64, when="always")
 KEYDIFF = "keydiff:budget=64,block=32"
+SLIDING = "snapkv:budget=25%,n_window=25%,n_sink=2,obs_window=8,on_full=slide"
 TWO = f"keydiff:budget=96,block=32 then {SMALL}"
 BITS = {"kv_bits": 8, "kv_group_size": 32}
 
@@ -231,6 +232,46 @@ def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
     assert mine.read + mine.pending_tokens == plain.read + plain.pending_tokens
     assert ask(mine, facts[2].question) == ask(plain, facts[2].question)
     assert mine.read == plain.read
+
+
+def test_turns_of_a_model_with_only_linear_states_are_undone(demo_llama):
+    """Its states can't be trimmed, so the next turn reads the remaining messages again."""
+    model, tokenizer = (
+        make_model("mamba2", REFUSED_CONFIGS["mamba2"] | {"vocab_size": 4096}),
+        demo_llama[1],
+    )
+    conversation = Conversation(model, tokenizer, max_tokens=8)
+    for text in ("My name is Ada.", "The secret is 4711.", "Three."):
+        ask(conversation, text)
+    conversation.undo(), conversation.undo()
+    assert conversation.read == [] and all(cache.empty() for cache in conversation.prompt_cache)
+    ask(conversation, "What is the secret?")
+    fresh = make_prompt_cache(model)
+    model(mx.array([conversation.read]), cache=fresh)
+    for cache, fresh_cache in zip(conversation.prompt_cache, fresh):
+        for state, fresh_state in zip(cache.cache, fresh_cache.cache):
+            assert mx.allclose(state, fresh_state, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["streaming_llm:budget=25%,schedule=once", SLIDING])
+def test_a_later_turns_larger_window_starts_after_the_evicted_entries(demo_llama, haystack, policy):
+    """A share of the longer conversation is more entries than the first turn kept. Their positions stay right."""
+    model, tokenizer = demo_llama
+    long_answer = {"sampler": lambda logprobs: mx.array([100]), "max_tokens": 600}
+    conversation = Conversation(model, tokenizer, policy=policy, **long_answer)
+    conversation.attach("word " * 300)
+    ask(conversation, "Tell me about it.")
+    conversation.generation["max_tokens"] = 3
+    ask(conversation, "And?")
+    full = make_prompt_cache(model)
+    model(mx.array([conversation.read]), cache=full)
+    cache = conversation.prompt_cache[0]
+    held = cache.held()
+    assert cache.size() < cache.offset // 2 and held.positions[0, 0, 0].item() == 0
+    # A first layer's keys depend on the token and its position only.
+    every_key, _ = full[0].keys_and_values()
+    wanted = mx.take_along_axis(every_key, held.positions[..., None].astype(mx.int32), axis=2)
+    assert mx.allclose(held.keys, wanted, atol=1e-4)
 
 
 def test_a_sliding_window_interrupted_in_a_step_is_restored(demo_llama, haystack, monkeypatch):

@@ -101,7 +101,7 @@ def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask):
     assert result["compression"]["entries_kept"] == [300, 300, 300]
     assert result["prompt_cache"]["policy"] == HALF[1]
     _, _, err = ask(full, "--policy", "keydiff:min_ctx=9000")
-    assert "full cache: the saved prompt's 600 tokens are below min_ctx=9000" in err
+    assert "full cache: the prompt's 600 tokens are below min_ctx=9000" in err
     file, quantised = cache("eight.safetensors", "--kv-bits", "8")
     assert kv_memory(quantised) < 0.35 * kv_memory(plain)
     for policy in ([], HALF):

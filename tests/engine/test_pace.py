@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 
 import mlx.core as mx
 import numpy as np
@@ -11,11 +12,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import forced, plain, steps
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import Conversation
+from mlx_snapkv import Conversation, stream_generate
 from mlx_snapkv.caches.layers import attention_layers, n_tokens
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine import pace, serving
 from mlx_snapkv.engine.pace import FIRST_GAP, N_MEASURED, N_SKIPPED, RETRY_GROWTH, RETRY_RATIO, Pace
+from mlx_snapkv.engine.request import Request
 from mlx_snapkv.sparse import cache as cache_module
 from mlx_snapkv.sparse.options import FIRST_TOKENS
 
@@ -184,6 +186,23 @@ def test_an_answer_continues_with_all_entries_if_that_is_faster(
     assert report.read_all[0] == [1, FIRST_TOKENS + 1] and report.read_all[-1][1] is None
     assert len(report.read_all) == tries + 1
     assert "went on with all entries" in report.warnings[0]
+
+
+def test_the_speed_of_an_answer_leaves_out_the_switch(demo_llama, monkeypatch):
+    """Also for the token that arrives just before it, which may be the answer's last."""
+    compress = Request.compress
+
+    def slow_compress(self):
+        time.sleep(1)
+        return compress(self)
+
+    monkeypatch.setattr(Request, "compress", slow_compress)
+    model, tokenizer = demo_llama
+    text, _ = make_haystack(tokenizer, random.Random(4), 2, 600)
+    options = {"sparse": "budget=200,n_window=32", "max_tokens": FIRST_TOKENS + 2}
+    responses = list(stream_generate(model, tokenizer, text, **options))
+    seconds = [response.generation_tokens / response.generation_tps for response in responses]
+    assert seconds[0] > 0 and seconds == sorted(seconds) and seconds[-1] < 1
 
 
 @pytest.mark.parametrize("times", [sparse, dense])

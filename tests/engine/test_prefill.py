@@ -6,7 +6,15 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill, saved
+from mlx_snapkv import (
+    KeyDiff,
+    SnapKV,
+    SnapKVCache,
+    SnapKVError,
+    compress_prompt_cache,
+    prefill,
+    saved,
+)
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
@@ -51,6 +59,15 @@ def test_the_policys_chunk_size_wins_and_the_window_is_a_separate_chunk(tokens, 
         assert 168 - start < -(-168 // chunk)
     else:
         assert sizes == [199, 1]
+
+
+def test_nothing_is_evicted_below_the_min_ctx_of_either_policy(tokens):
+    model = make_llama()
+    policy = "keydiff:budget=100,block=16,min_ctx=0 then snapkv:top_k=20,n_window=8,min_ctx=1000"
+    cache, report = prefill(model, tokens, policy)
+    assert "200 tokens are below min_ctx=1000" in report.reason and cache[0].offset == 200
+    again = compress_prompt_cache(model, cache, "keydiff:budget=50,min_ctx=1000")
+    assert "200 tokens are below min_ctx=1000" in again.reason and cache[0].offset == 200
 
 
 def test_gated_prompts_give_mlx_lms_own_cache(tiny_model, tokens):

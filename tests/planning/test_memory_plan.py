@@ -15,6 +15,7 @@ from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, Sparse, generate_step, plan
 from mlx_snapkv.caches.layers import memory_bytes
 from mlx_snapkv.cli.plan import PLANNED_CONTEXTS
 from mlx_snapkv.demo import MODELS
+from mlx_snapkv.entries.quantization import count_bytes
 from mlx_snapkv.planning import long_prompts, scores
 from mlx_snapkv.planning.auto import CANDIDATES, QUESTION
 from mlx_snapkv.planning.config import CompressionConfig
@@ -47,6 +48,24 @@ def test_entries_take_no_more_than_was_planned(name, policy):
     held = memory_bytes(cache)
     assert held <= most <= plan.peak - plan.weights
     assert plan.kv <= most
+
+
+@pytest.mark.parametrize("n, max_tokens", [(100, 20), (100, 900), (590, 900), (2000, 900)])
+def test_a_long_answer_of_a_policy_that_evicts_in_blocks_takes_no_more_than_was_planned(
+    n, max_tokens
+):
+    """If the prompt is shorter than the budget, the answer's entries come on top until they fill the budget."""
+    model = make_llama()
+    planner = Planner(model, max_tokens=max_tokens)
+    config = CompressionConfig(setting_named("keydiff:budget=600,block=64"))
+    _, most = planner.memory_and_peak(n, config)
+    cache = make_prompt_cache(model)
+    options = {"policy": config.setting, "max_tokens": max_tokens, "prompt_cache": cache}
+    held = [
+        count_bytes([(layer.keys, layer.values) for layer in cache])
+        for _ in generate_step(tokens_of(n), model, **options)
+    ]
+    assert max(held) <= most <= 2 * max(held)
 
 
 @pytest.mark.parametrize("step", [64, 512])

@@ -58,8 +58,8 @@ def test_a_loaded_book_answers_as_the_saved_caches(path, tokens, make):
 
 
 @pytest.mark.parametrize("resident", [1 << 16, 64])
-def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
-    """The index has its own files. Loading reads only the codes that stay in memory."""
+def test_an_index_is_saved_with_a_book(path, tmp_path, tokens, monkeypatch, resident):
+    """The index has its own files. Loading reads the codes, and spills those that don't stay in memory."""
     exact_up_to(monkeypatch, 50)
     monkeypatch.setattr(growing_rows, "ENTRIES_IN_MEMORY", resident)
     monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", 32)
@@ -68,11 +68,17 @@ def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
     steps(model, tokens, 1, prompt_cache=caches, sparse=SPARSE)
     said = [*tokens.tolist(), 0][: caches[0].offset]
     saved.save(path, model, caches, said, SPARSE)
-    loaded = saved.load(path, model).prompt_cache
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    loaded = saved.load(path, model, store_dir=str(folder)).prompt_cache
     monkeypatch.delattr(FullView, "make_index")
     assert [len(c.index) for c in loaded] == [len(said)] * len(loaded)
     assert [c.index.codes.reads_allocate for c in loaded] == [resident < len(said)] * len(loaded)
     assert_same(asked(model, loaded), asked(model, caches))
+    folder.rmdir()
+    if resident < len(said):
+        with pytest.raises(SnapKVError, match=f"in a file in {folder}"):  # that folder is used
+            saved.load(path, model, store_dir=str(folder))
     *_, file = beside(path, "*.entries/*.codes")
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(SnapKVError, match=r"can't be used: .*001\.codes is damaged: a checksum"):

@@ -97,16 +97,16 @@ def test_codes_in_a_file_rank_like_codes_in_memory(
 def test_an_index_is_restored_from_its_state_and_codes(low_rank, few_in_memory):
     keys, queries = low_rank
     index = indexed(keys, queries)
-    found = KeyIndex.from_state(index.state, keys[:, :, :1], SpillFile)
-    found.fill([index.codes.between(0, T)])
+    found = KeyIndex.from_state(index.state, keys[:, :, :1])
+    found.fill([index.codes.between(0, T)], SpillFile)
     assert (
         len(found) == found.n_keys_at_sampling == T
         and found.codes.nbytes < 0.8 * index.codes.nbytes
     )
     wanted = index.relevance(asking(queries), T)
     assert mx.allclose(found.relevance(asking(queries), T), wanted, rtol=1e-4, atol=1e-3)
-    assert KeyIndex.from_state(index.state[:2], keys[:, :, :1], SpillFile) is None
-    assert KeyIndex.from_state(index.state, keys[:, :1, :1], SpillFile) is None
+    assert KeyIndex.from_state(index.state[:2], keys[:, :, :1]) is None
+    assert KeyIndex.from_state(index.state, keys[:, :1, :1]) is None
 
 
 def test_blocks_of_keys_rank_like_all_keys_at_once(low_rank, monkeypatch):

@@ -195,3 +195,15 @@ def test_an_index_that_grows_with_a_cache_equals_one_made_at_once(monkeypatch):
     assert mx.allclose(of_old - of_old.max(axis=-1, keepdims=True), of_first, atol=1e-4)
     third = grown(200)
     assert third.n_keys_at_sampling == len(third) == 200 and third is not second
+
+
+def test_rows_for_the_prompt_are_allocated_at_once_and_later_ones_in_mlx_lms_steps():
+    """An answer that reads all entries for long then needs no second buffer as large as the prompt's."""
+    cache = StoredKVCache()
+    cache.observe(first=900, last=1000, capacity=1017)
+    allocated = []
+    for n in (400, 600, *[1] * 20):
+        cache.update_and_fetch(*rows_of(n))
+        allocated.append(cache.growing.keys.shape[2])
+    assert allocated[0] == allocated[18] == 1017
+    assert allocated[-1] <= 1017 + 256
