@@ -13,7 +13,7 @@ from prompt_toolkit.document import Document
 from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
 from ..compress.policy import POLICIES
-from ..errors import SnapKVError, UnknownOptionError, suggestion
+from ..errors import OptionError, SnapKVError, UnknownOptionError, suggestion
 from ..models.distributed import from_first_rank, n_ranks
 from ..paths import path_of, put, refusing, require_place
 from ..planning.auto import CONVERSATION
@@ -220,9 +220,13 @@ def _set(session: Session, arguments: str) -> None:
     """Show or change the sampling options."""
     name, _, value = arguments.partition(" ")
     if name:
-        session.sampling = session.sampling.with_option(name, value.strip(), session.context)
         conversation = session.conversation
-        keywords = session.sampling.generate_keywords(conversation.tokenizer)
+        sampling = session.sampling.with_option(name, value.strip(), session.context)
+        try:
+            keywords = sampling.generate_keywords(conversation.tokenizer)
+        except OptionError as error:
+            raise SnapKVError(f"/set {error}") from error
+        session.sampling = sampling
         conversation.generation.update(keywords)
     options = vars(session.sampling)
     session.say(", ".join(f"{option} {number:g}" for option, number in options.items()))

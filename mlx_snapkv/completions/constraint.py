@@ -49,7 +49,6 @@ class Constraint:
 
     Attributes:
         format: the answer's format.
-        closed_early: whether the JSON was closed before the model ended it.
 
     Raises: SnapKVError: the grammar can't be enforced, or `max_tokens` is too small for the JSON.
     """
@@ -57,7 +56,6 @@ class Constraint:
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
         """Compile the grammar, consume the prefill, and check that `max_tokens` is enough."""
         self.format = answer_format
-        self.closed_early = False
         self._tokenizer = tokenizer
         self._vocabulary = llguidance_tokenizer(tokenizer)
         self._matcher = make_matcher(tokenizer, answer_format.grammar)
@@ -73,9 +71,15 @@ class Constraint:
         self._n_left_at_next_search = max_tokens
         # Maps each token that was tried at the next position to the short end after that token.
         self._end_after_candidate: dict[int, list[int] | None] = {}
-        # Remaining tokens of the short end while the JSON is being closed. None otherwise.
-        self._remaining_end: list[int] | None = None
+        # While the JSON is being closed: the tokens that close it, and the number of answer tokens before them.
+        self._closing_tokens: list[int] = []
+        self._closing_start = 0
         self._require_enough_tokens()
+
+    @property
+    def closed_early(self) -> bool:
+        """Return whether the JSON was closed before the model ended it."""
+        return bool(self._closing_tokens)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Set the logits of disallowed tokens to -inf.
@@ -102,8 +106,8 @@ class Constraint:
         new_tokens: Any = unread_tokens.tolist()
         if not has_one_more:
             n_same = common_prefix([new_tokens, self._answer_tokens])
-            self._roll_back(n_same)
             new_tokens = new_tokens[n_same:]
+            self._roll_back(n_same, new_tokens)
         self._consume(new_tokens)
         allowed = allowed_tokens(self._matcher, logits.shape[-1])
         if self._matcher.is_error():
@@ -119,14 +123,20 @@ class Constraint:
                 self._matcher.consume_token(token)
                 self._n_consumed += 1
 
-    def _roll_back(self, n_kept: int) -> None:
-        """Drop all but the first `n_kept` answer tokens."""
+    def _roll_back(self, n_kept: int, new_tokens: list[int]) -> None:
+        """Drop all but the first `n_kept` answer tokens. `new_tokens` are going to follow them.
+
+        The JSON is still being closed if the tokens before the first closing token are kept, and that token is kept or
+        is the first of the new tokens.
+        """
         del self._answer_tokens[n_kept:]
         if self._n_consumed > n_kept:
             self._matcher.rollback(self._n_consumed - n_kept)
             self._n_consumed = n_kept
-        self.closed_early = False
-        self._remaining_end = None
+        closed_with = [*self._answer_tokens, *new_tokens][self._closing_start :]
+        is_still_closing = closed_with[:1] == self._closing_tokens[:1]
+        if n_kept < self._closing_start or not is_still_closing:
+            self._closing_tokens = []
         self._end_after_candidate = {}
         self._n_left_at_next_search = self._max_tokens
 
@@ -151,8 +161,8 @@ class Constraint:
     def _keep_room_to_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
         """Return `allowed`, restricted near `max_tokens` to tokens that leave room for a short end.
 
-        If the most likely token leaves too little room, the JSON is closed: `closed_early` is set, and from then on
-        only the short end's tokens are allowed. If no short end is found, `allowed` is not restricted.
+        If the most likely token leaves too little room, the JSON is closed: from then on only the short end's tokens
+        are allowed. If no short end is found, `allowed` is not restricted.
 
         Searching for an end at every token would be too slow. `n_spare` is the number of tokens left beyond the end.
         Each answer token uses up one of them, and up to `_max_end_growth` more if it lengthens the end. So the next
@@ -162,8 +172,8 @@ class Constraint:
             allowed: bool mask `(vocabulary,)` of the tokens that the grammar allows.
             logits: `(1, vocabulary)`.
         """
-        if self._remaining_end is not None:
-            return self._force_next_token(allowed.size, self._remaining_end)
+        if self.closed_early:
+            return self._mask_of_closing_token(allowed.size)
         n_left = self._max_tokens - len(self._answer_tokens)
         is_unlimited = self._max_tokens < 0
         if is_unlimited or n_left > self._n_left_at_next_search or self._matcher.is_stopped():
@@ -185,17 +195,16 @@ class Constraint:
         likeliest_fits = candidates[:1] == fitting_candidates[:1]
         if likeliest_fits:
             return surely_fitting | _mask_of(fitting_candidates, allowed.size)
-        self.closed_early = True
-        return self._force_next_token(allowed.size, end)
+        self._closing_tokens = [*end, self._vocabulary.eos_token]
+        self._closing_start = len(self._answer_tokens)
+        return self._mask_of_closing_token(allowed.size)
 
-    def _force_next_token(self, size: int, end: list[int]) -> np.ndarray:
-        """Return a mask that allows only the first token of `end`, and store the rest.
-
-        If `end` is empty, the mask allows only the end-of-answer token.
-        """
-        next_token, *remaining_end = end or [self._vocabulary.eos_token]
-        self._remaining_end = remaining_end
-        return _mask_of([next_token], size)
+    def _mask_of_closing_token(self, size: int) -> np.ndarray:
+        """Return a mask `(size,)` that allows only the next closing token."""
+        n_closed = len(self._answer_tokens) - self._closing_start
+        *_, end_of_answer = self._closing_tokens
+        next_tokens = [*self._closing_tokens[n_closed:], end_of_answer]
+        return _mask_of(next_tokens[:1], size)
 
     def _current_end(self, n_left: int) -> list[int] | None:
         """Return a short end after the answer so far.

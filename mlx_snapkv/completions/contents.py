@@ -78,14 +78,9 @@ def replace_surrogates(text: str) -> str:
 
 
 def replace_surrogates_in(value: Any) -> Any:
-    """Apply `replace_surrogates` to every string in a JSON value except object keys.
-
-    A string that consists only of lone surrogates is left unchanged, so that the tokenizer rejects it.
-    """
+    """Apply `replace_surrogates` to every string in a JSON value except object keys."""
     if isinstance(value, str):
-        text = replace_surrogates(value)
-        has_other_letters = bool(text.strip("\ufffd"))
-        return text if has_other_letters else value
+        return replace_surrogates(value)
     if isinstance(value, list):
         return [replace_surrogates_in(item) for item in value]
     if isinstance(value, dict):

@@ -39,14 +39,15 @@ class Settings:
     Attributes:
         host: address to listen on. IPv6 addresses have no brackets.
         port: port to listen on.
-        api_key: key that clients must send. None if no key is required; "" becomes None.
+        api_key: key that clients must send, or None if no key is required.
         origins: origins of web pages that may send requests (CORS).
         hosts: additional host names for this machine.
         body_bytes: maximum size of a request body in bytes.
         timeout: maximum seconds per request, or None for no limit.
         volatile_headers: names of header lines to remove from system prompts; see `drop_volatile_lines`.
 
-    Raises: SnapKVError: the address is not local and there is no key, or a host or an origin is malformed.
+    Raises: SnapKVError: the key is empty, the address is not local and there is no key, or a host or an origin is
+        malformed.
     """
 
     host: str = "127.0.0.1"
@@ -59,12 +60,9 @@ class Settings:
     volatile_headers: tuple[str, ...] = (BILLING,)
 
     def __post_init__(self):
-        """Check the settings, and convert an empty `api_key` to None.
-
-        Raises: SnapKVError: a setting is invalid, as described in the class docstring.
-        """
+        """Check the settings. Raises: SnapKVError: a setting is invalid, as described in the class docstring."""
         if self.api_key == "":
-            object.__setattr__(self, "api_key", None)
+            raise SnapKVError("--api-key is empty: give a key, or drop the option")
         if self.api_key is None and not _is_local(self.host):
             raise SnapKVError(
                 f"--host {self.host} accepts requests of other machines, so it needs --api-key: give one, or use "

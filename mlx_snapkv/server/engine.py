@@ -11,6 +11,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+
 from ..completions.body import ChatBody, Defaults
 from ..completions.prompt import tokenize
 from ..completions.request import completion_request
@@ -182,6 +184,7 @@ class Engine:
             self.loaded = self._load()
             self._create_parts()
         except BaseException as error:
+            mx.clear_streams()  # or MLX's threads may abort the process, which is about to exit
             self._model_loaded.set_exception(error)
             return
         self._model_loaded.set_result(None)

@@ -156,6 +156,7 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
         ("/set heat 1", "unknown setting heat: one of /set temp, /set top_p, "),
         ("/set temp 200", "/set temp must be from 0 to 100, got '200'"),
         ("/set max-tokens 1.5", "/set max_tokens: "),
+        ("/set top_k 3000", "/set top_k must be less than the vocabulary's 1536, got 3000"),
         ("/files drop 1", "/files takes no arguments, or detach and a file's number or name, got"),
         ("/files detach 1", "/files detach needs the number or name of a file that has not been"),
         ("/export nowhere/talk.md", "nowhere/talk.md can't be written: there is no folder"),

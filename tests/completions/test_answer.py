@@ -113,7 +113,6 @@ MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
     [
         (CHAT, MESSAGES | {"n": 2}, "n is not supported in a file of requests"),
         (CHAT, MESSAGES | {"logprobs": True}, "logprobs is not supported"),
-        (COMPLETIONS, {"prompt": "\ud800"}, "the tokenizer failed"),
     ],
 )
 def test_a_mistake_is_a_sentence_that_names_the_field(demo_llama, url, body, words):

@@ -1,6 +1,7 @@
 """Constrained answers follow a JSON schema or are a forced call, whatever the model prefers."""
 
 import json
+import random
 
 import mlx.core as mx
 import pytest
@@ -17,6 +18,7 @@ from mlx_snapkv.completions.constraint import Constraint
 from mlx_snapkv.completions.grammar import json_format
 from mlx_snapkv.completions.request import completion_request
 from mlx_snapkv.demo import MODELS as BUILT_IN
+from mlx_snapkv.demo.questions import make_haystack
 
 DOOR = {"type": "object", "properties": {"door": {"enum": ["green", "red"]}}, "required": ["door"]}
 TREE = {
@@ -357,6 +359,18 @@ def test_drafted_tokens_are_constrained(demo_llama):
     whole = answer(demo_llama, schema, 40)[0]
     drafted = answer(demo_llama, schema, 40, draft_model=demo_llama[0], num_draft_tokens=3)[0]
     assert drafted == whole and 3 <= len(json.loads(whole)) <= 6
+
+
+@pytest.mark.parametrize("n_drafted", [1, 3])
+def test_drafted_tokens_leave_a_closed_answer_as_it_is(demo_llama, n_drafted):
+    """Near `max_tokens` the main model's logits decide where JSON is closed, not the draft model's."""
+    text, facts = make_haystack(demo_llama[1], random.Random(4), 2, 300)
+    asked = {"schema": {"type": "object"}, "prompt": f"{text}\n\n{facts[0].question}"}
+    for max_tokens in (16, 24, 40):
+        whole, _, constraint = answer(demo_llama, max_tokens=max_tokens, **asked)
+        drafting = {"draft_model": demo_llama[0], "num_draft_tokens": n_drafted}
+        drafted, _, _ = answer(demo_llama, max_tokens=max_tokens, **asked, **drafting)
+        assert drafted == whole and constraint.closed_early and isinstance(json.loads(whole), dict)
 
 
 def test_an_answer_from_compressed_entries_obeys_the_schema(demo_llama):
