@@ -77,7 +77,7 @@ soak: $(VENV)/.installed-dev real-models ## eight agents' sessions on the server
 real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
 	$(RUN) scripts/make_real_models.py
 
-eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, bits, facts, reading, residual, associations, long-answers (about eight hours, 10 GB)
+eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, bits, facts, reading, residual, associations, long-answers (about ten hours, 10 GB)
 	$(RUN) scripts/make_real_models.py --model $(LARGER)
 	$(RUN) scripts/make_ruler.py real-models/smollm2-135m-instruct real-models/ruler/smollm2-135m-instruct --length 2048 --length 4096
 	$(RUN) scripts/make_ruler.py real-models/$(LARGER) real-models/ruler/$(LARGER) --length 2048 --length 16384
@@ -88,11 +88,14 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/measure_sparse.py
 	$(RUN) scripts/measure_residual.py
 	$(RUN) scripts/measure_residual.py --models real-models/$(LARGER) --text real-models/code --documents 1 --lengths 1400 6000 --out docs/residual-code
-	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 6 --variants one several contradicting
+	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 2 --variants one several contradicting
+	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 6 --variants one several \
+		--methods sparse:budget=6.25% sparse:budget=3.125% sparse:budget=1024
 	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 1 --variants late
 	$(RUN) scripts/measure_associations.py --lengths 8192 --texts 4 --variants several --methods sparse:budget=6.25% sparse:budget=3.125%
 	$(RUN) scripts/measure_associations.py --lengths 16384 --texts 1 --variants several \
 		--methods snapkv:budget=12.5% keydiff:budget=12.5%,schedule=once sparse:budget=6.25% sparse:budget=3.125%
+	$(RUN) scripts/measure_associations.py --lengths 16384 --texts 2 --variants several --methods sparse:budget=6.25% sparse:budget=3.125%
 	$(RUN) scripts/measure_long_answers.py
 	$(RUN) scripts/write_docs.py
 

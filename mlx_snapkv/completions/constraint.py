@@ -200,11 +200,10 @@ class Constraint:
         return self._mask_of_closing_token(allowed.size)
 
     def _mask_of_closing_token(self, size: int) -> np.ndarray:
-        """Return a mask `(size,)` that allows only the next closing token."""
+        """Return a mask `(size,)` that allows only the next closing token. The last one ends the answer."""
         n_closed = len(self._answer_tokens) - self._closing_start
-        *_, end_of_answer = self._closing_tokens
-        next_tokens = [*self._closing_tokens[n_closed:], end_of_answer]
-        return _mask_of(next_tokens[:1], size)
+        next_or_last = min(n_closed, len(self._closing_tokens) - 1)
+        return _mask_of([self._closing_tokens[next_or_last]], size)
 
     def _current_end(self, n_left: int) -> list[int] | None:
         """Return a short end after the answer so far.

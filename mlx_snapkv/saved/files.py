@@ -153,7 +153,8 @@ def load(
         notes, tokens = notes_and_tokens(metadata)
     try:
         if is_ours and book.BOOK_KEY in metadata:
-            book.open_book(path, metadata[book.BOOK_KEY], prompt_cache, store_dir)
+            folder = None if store_dir is None else os.path.expanduser(store_dir)
+            book.open_book(path, metadata[book.BOOK_KEY], prompt_cache, folder)
         elif caches_in_files(prompt_cache):
             raise SnapKVError("it does not say where its entries are")
         require_match(prompt_cache, model)

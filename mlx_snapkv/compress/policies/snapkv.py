@@ -30,11 +30,11 @@ class SnapKV(Policy):
             (section 4.1). A good value is about the length in tokens of the names or codes to look up. 1 disables
             pooling.
         pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd `pool_kernel`.
-            "forward" scores an entry by the largest of three numbers: its mean vote, and
-            two contrasts, which are meant for looking up exact names or codes. A contrast is the mean vote of the
-            prompt's last 32 or 64 queries minus the mean vote of the earlier queries. It is averaged over the entry and
-            the `pool_kernel - 1` entries before it, because a model looking up a code attends to the words before the
-            code and continues from there. Entries that every query attends to, such as line breaks, have no contrast.
+            "forward" scores an entry by the largest of three numbers: its mean vote, and two contrasts, which are meant
+            for looking up exact names or codes. A contrast is the mean vote of the prompt's last 32 or 64 queries minus
+            the mean vote of the earlier queries. It is averaged over the entry and the `pool_kernel - 1` entries before
+            it, because a model looking up a code attends to the words before the code and continues from there. Entries
+            that every query attends to, such as line breaks, have no contrast.
         lookahead: number of answer tokens to decode with all entries before compressing, so that their queries vote
             too.
         min_ctx: minimum prompt length in tokens. Nothing is evicted from shorter prompts.
