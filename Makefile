@@ -95,7 +95,7 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/measure_associations.py --lengths 8192 --texts 4 --variants several --methods sparse:budget=6.25% sparse:budget=3.125%
 	$(RUN) scripts/measure_associations.py --lengths 16384 --texts 1 --variants several \
 		--methods snapkv:budget=12.5% keydiff:budget=12.5%,schedule=once sparse:budget=6.25% sparse:budget=3.125%
-	$(RUN) scripts/measure_associations.py --lengths 16384 --texts 2 --variants several --methods sparse:budget=6.25% sparse:budget=3.125%
+	$(RUN) scripts/measure_associations.py --lengths 16384 --texts 4 --variants several --methods sparse:budget=6.25% sparse:budget=3.125%
 	$(RUN) scripts/measure_long_answers.py
 	$(RUN) scripts/write_docs.py
 
