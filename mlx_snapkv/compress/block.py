@@ -51,8 +51,8 @@ class BlockKVCache(EvictingCache):
     Attributes:
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
             more than `block` of them, the cache exceeds its capacity.
-        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. The first buffers have rows
-            for all of them, but never more than `capacity`, unless the first update has more tokens.
+        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. The first buffers have this
+            many rows, but at most `capacity`, unless the first update has more tokens.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
@@ -292,13 +292,18 @@ class BlockKVCache(EvictingCache):
     def _n_rows_to_allocate(self, n_allocated: int) -> int:
         """Return the number of rows for new buffers, which is at least `size()`.
 
+        Once the budget is full, a whole block more is allocated, so that later tokens never reallocate.
+
         Args:
             n_allocated: number of rows in the current buffers, or 0 if there are no buffers.
         """
-        n_rows = rows_to_allocate(self._n_entries)
         are_first_buffers = n_allocated == 0
-        if are_first_buffers:
-            n_rows = max(n_rows, self.expected_size)
+        if are_first_buffers and self.expected_size:
+            n_rows = self.expected_size
+        elif self._n_entries >= self.quota.entries:
+            n_rows = self.capacity
+        else:
+            n_rows = rows_to_allocate(self._n_entries)
         return max(self._n_entries, min(n_rows, self.capacity))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):

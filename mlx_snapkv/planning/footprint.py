@@ -291,8 +291,11 @@ def _n_rows_at_end(n_kept: int, plan: Plan, max_tokens: int) -> int:
     """
     if plan.keeps_shape:
         return n_kept
-    n_entries = n_kept + max_tokens
-    if plan.compress is not None and not plan.compress.decode_policy.grows:
-        # The cache evicts once it has a block more than its budget.
-        n_entries = min(n_entries, plan.decode_quota.entries + plan.decode_policy.block)
-    return rows_to_allocate(n_entries)
+    if plan.compress is None or plan.compress.decode_policy.grows:
+        return rows_to_allocate(n_kept + max_tokens)
+    budget = plan.decode_quota.entries
+    n_most = budget + plan.decode_policy.block  # the cache evicts before it would have more entries
+    n_rows = rows_to_allocate(min(n_kept + max_tokens, n_most))
+    return (
+        n_rows if n_kept < budget else max(n_rows, n_most)
+    )  # with a full budget, all rows are allocated

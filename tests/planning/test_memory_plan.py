@@ -50,7 +50,9 @@ def test_entries_take_no_more_than_was_planned(name, policy):
     assert plan.kv <= most
 
 
-@pytest.mark.parametrize("n, max_tokens", [(100, 20), (100, 900), (590, 900), (2000, 900)])
+@pytest.mark.parametrize(
+    "n, max_tokens", [(100, 20), (100, 900), (590, 900), (2000, 9), (2000, 900)]
+)
 def test_a_long_answer_of_a_policy_that_evicts_in_blocks_takes_no_more_than_was_planned(
     n, max_tokens
 ):
