@@ -120,6 +120,15 @@ def test_a_mistake_is_a_sentence_that_names_the_field(demo_llama, url, body, wor
         completion_request(parse_body(url, body), demo_llama[1], Defaults())
 
 
+def test_a_text_of_half_an_emoji_only_is_read_as_a_replacement_character(demo_llama):
+    _, tokenizer = demo_llama
+    half, whole = (
+        completion_request(parse_body(COMPLETIONS, {"prompt": text}), tokenizer, Defaults())
+        for text in ("\ud800", "\ufffd")
+    )
+    assert half.prompt == whole.prompt
+
+
 def nested_call(depth):
     """Return a call whose arguments are nested `depth` levels deep."""
     lists = "[" * (depth - 1) + "1" + "]" * (depth - 1)
