@@ -120,7 +120,7 @@ def _scores() -> list[tuple[str, ...]]:
         full = by_method[FULL_CACHE]
         asked = f"{full['asked']} questions, RULER's limit {full['length']:,} tokens"
         cells = (
-            _score_text(by_method[method]) if method in by_method else ""
+            score_text(by_method[method]["score"]) if method in by_method else ""
             for method in (FULL_CACHE, *COMPARED.values())
         )
         rows.append((model, asked, *cells))
@@ -148,8 +148,9 @@ def _is_shown(by_method: dict[str, Any]) -> bool:
     return {COMPARED["SnapKV"], COMPARED["sparse"]} <= by_method.keys()
 
 
-def _score_text(row: dict[str, Any]) -> str:
-    return f"{100 * row['score']:.3g}"
+def score_text(score: float) -> str:
+    """Return a RULER score between 0 and 1 as a number out of 100, with three digits."""
+    return f"{100 * score:.3g}"
 
 
 def _conversation() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from quality_page import entries_text
-from readme_results import named_parts
+from readme_results import named_parts, score_text
 from results_page import Row, load, table, written_by
 
 from mlx_snapkv.measure.methods import FULL_CACHE
@@ -21,8 +21,8 @@ def losses() -> list[str]:
             f"`{loss['task']}` ({loss['asked']})",
             f"`{loss['method']}`",
             loss["entries"],
-            f"{100 * loss['full cache']:.3g}",
-            f"{100 * loss['with policy']:.3g}",
+            score_text(loss["full cache"]),
+            score_text(loss["with policy"]),
         )
         for loss in worst_losses
     ]

@@ -260,6 +260,7 @@ def put_compressed_cache(
     prompt_entries, answer_entries = _split_entries(layer, caches, plan)
     kept_entries = _quantized(prompt_entries.take(choice.kept_indices), plan)
     answer_entries = _quantized(answer_entries, plan)
+    earlier_turn_evicted = plan.n_earlier > 0 and len(prompt_entries) < plan.n_prompt
     mx.async_eval(
         kept_entries.stored_keys,
         kept_entries.positions,
@@ -272,8 +273,7 @@ def put_compressed_cache(
     if on_kept is not None:
         on_kept(layer, kept_entries.positions, choice.kept_votes)
     quota = plan.decode_quota
-    is_later_turn = plan.n_earlier > 0
-    if is_later_turn and policy.keeps_shape:
+    if earlier_turn_evicted and policy.keeps_shape:
         n_newest = _n_newest(kept_entries.positions, plan.n_prompt)
         quota = replace(quota, n_window=min(quota.n_window, n_newest))
     decode_cache = make_decode_cache(layer, kept_entries, plan.n_prompt, policy, quota)

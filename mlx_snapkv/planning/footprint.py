@@ -296,6 +296,6 @@ def _n_rows_at_end(n_kept: int, plan: Plan, max_tokens: int) -> int:
     budget = plan.decode_quota.entries
     n_most = budget + plan.decode_policy.block  # the cache evicts before it would have more entries
     n_rows = rows_to_allocate(min(n_kept + max_tokens, n_most))
-    return (
-        n_rows if n_kept < budget else max(n_rows, n_most)
-    )  # with a full budget, all rows are allocated
+    if n_kept >= budget:  # the cache allocates the rows for a whole block at once
+        n_rows = max(n_rows, n_most)
+    return n_rows

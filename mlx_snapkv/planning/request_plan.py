@@ -254,11 +254,12 @@ def plan_compression(config: CompressionConfig, n_prompt: int) -> Plan:
     """Plan the compression of caches that mlx-lm has filled with `n_prompt` tokens."""
     compress = config.compress
     assert compress is not None
+    too_short = too_short_reason(compress, n_prompt)
+    if too_short is not None:
+        return Plan(n_prompt=n_prompt, config=config, reason=too_short)
     policy = compress.decode_policy
     quota = policy.quota(n_prompt)
-    reason = too_short_reason(compress, n_prompt)
-    if reason is None and n_prompt <= quota.entries:
-        reason = uncompressed_reason(n_prompt, policy)
+    reason = uncompressed_reason(n_prompt, policy) if n_prompt <= quota.entries else None
     return Plan(n_prompt=n_prompt, config=config, reason=reason, decode_quota=quota)
 
 

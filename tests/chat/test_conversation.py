@@ -235,11 +235,9 @@ def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
 
 
 def test_turns_of_a_model_with_only_linear_states_are_undone(demo_llama):
-    """Its states can't be trimmed, so the next turn reads the remaining messages again."""
-    model, tokenizer = (
-        make_model("mamba2", REFUSED_CONFIGS["mamba2"] | {"vocab_size": 4096}),
-        demo_llama[1],
-    )
+    """The states can't be trimmed, so the next turn reads the remaining messages again."""
+    model = make_model("mamba2", REFUSED_CONFIGS["mamba2"] | {"vocab_size": 4096})
+    _, tokenizer = demo_llama
     conversation = Conversation(model, tokenizer, max_tokens=8)
     for text in ("My name is Ada.", "The secret is 4711.", "Three."):
         ask(conversation, text)
@@ -254,7 +252,7 @@ def test_turns_of_a_model_with_only_linear_states_are_undone(demo_llama):
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm:budget=25%,schedule=once", SLIDING])
-def test_a_later_turns_larger_window_starts_after_the_evicted_entries(demo_llama, haystack, policy):
+def test_a_later_turns_larger_window_starts_after_the_evicted_entries(demo_llama, policy):
     """A share of the longer conversation is more entries than the first turn kept. Their positions stay right."""
     model, tokenizer = demo_llama
     long_answer = {"sampler": lambda logprobs: mx.array([100]), "max_tokens": 600}

@@ -369,7 +369,7 @@ def test_drafted_tokens_leave_a_closed_answer_as_it_is(demo_llama, n_drafted):
     for max_tokens in (16, 24, 40):
         whole, _, constraint = answer(demo_llama, max_tokens=max_tokens, **asked)
         drafting = {"draft_model": demo_llama[0], "num_draft_tokens": n_drafted}
-        drafted, _, _ = answer(demo_llama, max_tokens=max_tokens, **asked, **drafting)
+        drafted = answer(demo_llama, max_tokens=max_tokens, **asked, **drafting)[0]
         assert drafted == whole and constraint.closed_early and isinstance(json.loads(whole), dict)
 
 

@@ -189,7 +189,7 @@ def test_an_answer_continues_with_all_entries_if_that_is_faster(
 
 
 def test_the_speed_of_an_answer_leaves_out_the_switch(demo_llama, monkeypatch):
-    """Also for the token that arrives just before it, which may be the answer's last."""
+    """The token just before the switch may be the answer's last. Its speed is not negative."""
     compress = Request.compress
 
     def slow_compress(self):

@@ -59,7 +59,7 @@ def test_a_loaded_book_answers_as_the_saved_caches(path, tokens, make):
 
 @pytest.mark.parametrize("resident", [1 << 16, 64])
 def test_an_index_is_saved_with_a_book(path, tmp_path, tokens, monkeypatch, resident):
-    """The index has its own files. Loading reads the codes, and spills those that don't stay in memory."""
+    """The index has its own files. Loading moves all but the first codes to temporary files in `store_dir`."""
     exact_up_to(monkeypatch, 50)
     monkeypatch.setattr(growing_rows, "ENTRIES_IN_MEMORY", resident)
     monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", 32)
@@ -77,7 +77,7 @@ def test_an_index_is_saved_with_a_book(path, tmp_path, tokens, monkeypatch, resi
     assert_same(asked(model, loaded), asked(model, caches))
     folder.rmdir()
     if resident < len(said):
-        with pytest.raises(SnapKVError, match=f"in a file in {folder}"):  # that folder is used
+        with pytest.raises(SnapKVError, match=f"in a file in {folder}"):
             saved.load(path, model, store_dir=str(folder))
     *_, file = beside(path, "*.entries/*.codes")
     file.write_bytes(bytes(file.stat().st_size))
